@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import pytest
@@ -19,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from kvcore.workloads import Workload
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -45,6 +45,14 @@ class Hits:
     def share(self) -> float:
         """The share of prompt tokens that hit."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@attrs.frozen
+class _File:
+    """The content of a file of baselines: the hits, by name."""
+
+    schema: Literal[1]
+    baselines: dict[str, Hits]
 
 
 def measure(
@@ -80,16 +88,15 @@ def measure(
     )
 
 
-def regression(name: str, now: Hits, before: Mapping[str, Any], tolerance: float) -> str:
-    """Return why `now` is worse than the baseline `before`; "" if it is not.
+def regression(name: str, now: Hits, base: Hits, tolerance: float) -> str:
+    """Return why `now` is worse than the baseline `base`; "" if it is not.
 
     Args:
         name: the name of the baseline.
         now: the hits.
-        before: the entry of the baseline.
+        base: the hits in the baseline.
         tolerance: the share of prompt tokens by which hits may fall.
     """
-    base = Hits(**before)
     if dict(now.setting) != dict(base.setting):
         return (
             f"{name}: measured with {dict(now.setting)}, and the baseline with "
@@ -131,6 +138,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to update no file."""
+    if config.getoption("--kvcore-hits-update") and config.getoption("--kvcore-hits") is None:
+        msg = "--kvcore-hits-update: name the file to write, by --kvcore-hits FILE"
+        raise pytest.UsageError(msg)
+
+
 @pytest.fixture
 def kvcore_hits(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hits]]:
     """Return a function that measures the prefix hits of a workload, and fails if they fell.
@@ -141,14 +155,14 @@ def kvcore_hits(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hits]]
     option = request.config.getoption("--kvcore-hits")
     update = request.config.getoption("--kvcore-hits-update")
     path = None if option is None else Path(option)
-    measured: dict[str, Any] = {}
+    measured: dict[str, Hits] = {}
 
     def check(
         name: str, workload: Workload | PathLike, *, tolerance: float = 0.0, **setting: Any
     ) -> Hits:
         __tracebackhide__ = True  # a failure is shown at the line of the test, not here
         hits = measure(workload, **setting)
-        measured[name] = attrs.asdict(hits)
+        measured[name] = hits
         if path is None or update:
             return hits
         known = _baselines(path)
@@ -164,22 +178,21 @@ def kvcore_hits(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hits]]
         add_baselines(path, measured)
 
 
-def _baselines(path: Path) -> dict[str, Any]:
+def _baselines(path: Path) -> dict[str, Hits]:
     """Return the baselines of a file; none if there is no such file."""
-    import orjson  # noqa: PLC0415 - every run of pytest loads this module
+    import msgspec  # noqa: PLC0415 - every run of pytest loads this module
 
-    if not path.exists():
-        return {}
     try:
-        document = orjson.loads(path.read_bytes())
-        if document["schema"] == SCHEMA:
-            return dict(document["baselines"])
-    except (ValueError, LookupError, TypeError):
-        pass
-    pytest.fail(f"{path} has no baselines: remove it, and run with --kvcore-hits-update")
+        return msgspec.json.decode(path.read_bytes(), type=_File).baselines
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        pytest.fail(
+            f"{path} has no baselines: remove it, and run with --kvcore-hits-update; {error}"
+        )
 
 
-def add_baselines(path: Path, measured: Mapping[str, Any]) -> None:
+def add_baselines(path: Path, measured: Mapping[str, Hits]) -> None:
     """Add baselines to a file, once no other process of these tests does."""
     import orjson  # noqa: PLC0415 - every run of pytest loads this module
 
@@ -190,8 +203,8 @@ def add_baselines(path: Path, measured: Mapping[str, Any]) -> None:
     while True:
         try:
             with atomic_file(path) as file:  # a full disk leaves the older baselines
-                document = {"schema": SCHEMA, "baselines": {**_baselines(path), **measured}}
-                file.buffer.write(orjson.dumps(document, option=options))
+                content = attrs.asdict(_File(SCHEMA, {**_baselines(path), **measured}))
+                file.buffer.write(orjson.dumps(content, option=options))
         except InputError as error:
             if not isinstance(error.__cause__, BlockingIOError):
                 raise

@@ -165,7 +165,8 @@ def run_in_sandbox(
         unsafe: whether to run it although the kernel cannot refuse writes and connections.
 
     Raises:
-        InputError: this system has no Landlock or seccomp, and `unsafe` is False.
+        InputError: this system has no Landlock or seccomp, and `unsafe` is False; or it does
+            not give a process these limits.
     """
     if not (unsafe or (landlock_version() and platform.machine() in _MACHINES)):
         msg = (
@@ -301,17 +302,25 @@ def _attempt(
 ) -> tuple[Any, str, str]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
     address_space = _address_space() + limits.memory
-    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-    for unused in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # of files in memory, too
-        resource.setrlimit(unused, (0, 0))
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
     os.closerange(3, writer)
     os.closerange(writer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+        for unused in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # of files in memory, too
+            resource.setrlimit(unused, (0, 0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
+    except (OverflowError, ValueError) as error:
+        msg = (
+            f"a policy cannot get {limits.seconds:,} s of CPU time, {limits.memory >> 20:,} MiB "
+            f"of memory and {MOST_FILES} files here: {error}; give it less (--seconds, "
+            "--memory), or this process more (ulimit)"
+        )
+        raise InputError(msg) from error
     if not unsafe:
         _lock()
     sys.dont_write_bytecode = True

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import attrs
 import pytest
 from helpers.rows import write_rows
 
@@ -95,24 +94,32 @@ def test_another_block_size_does_not_compare(baseline, tmp_path):
     assert "do not compare" in said
 
 
-def test_a_file_without_baselines_is_told(baseline, tmp_path):
-    """A file that is none of the gate's fails the test in a line with the way out."""
-    (tmp_path / "hits.json").write_text("[1]")
-    assert "hits.json has no baselines: remove it" in run(tmp_path, *baseline)[1]
+@pytest.mark.parametrize("content", ["[1]", '{"schema": 1, "baselines": {"chat": {}}}', None])
+def test_a_file_without_baselines_is_told(baseline, content, tmp_path):
+    """A file that is none of the gate's, or a folder, fails the test with the way out."""
+    path = tmp_path / "hits.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_text(content)
+    assert "Failed: hits.json has no baselines: remove it" in run(tmp_path, *baseline)[1]
+
+
+def test_an_update_needs_a_file(tmp_path):
+    """To update the baselines of no file is refused: nothing would be written."""
+    assert run(tmp_path, "--kvcore-hits-update")[0] == pytest.ExitCode.USAGE_ERROR
 
 
 def test_hits_may_fall_by_the_tolerance():
     """A fall by the tolerance, in decimal digits, is none; a further token is one."""
-    before = attrs.asdict(Hits(1, 1000, 800, {}, {}))
+    before = Hits(1, 1000, 800, {}, {})
     assert not regression("chat", Hits(1, 1000, 700, {}, {}), before, 0.1)
     assert regression("chat", Hits(1, 1000, 699, {}, {}), before, 0.1)
 
 
 def test_processes_of_one_run_write_one_baseline(tmp_path):
     """Each adds its own to those of the others, as pytest does with --numprocesses."""
-    path = tmp_path / "hits.json"
+    path, hits = tmp_path / "hits.json", Hits(1, 1000, 800, {}, {})
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: add_baselines(path, {name: {}}), map(str, range(40))))
+        list(pool.map(lambda name: add_baselines(path, {name: hits}), map(str, range(40))))
     assert len(json.loads(path.read_bytes())["baselines"]) == 40
 
 

@@ -18,6 +18,7 @@ VALUES = st.recursive(
 )
 OPTIONS = ("OPT_INDENT_2", "OPT_SORT_KEYS", "OPT_APPEND_NEWLINE")
 BROKEN = [b"", b"{", b"nul", b'"\xff"', b"NaN", b"-Infinity", b"[1,]", b"1 2", b"[" * 100_000]
+BROKEN += [b"1e999", b"[-1e400]", b"9" * 400, rb'"\ud800"', rb'{"\uDFFF": 1}', "\ud800"]
 
 
 @given(value=VALUES, names=st.sets(st.sampled_from(OPTIONS)))

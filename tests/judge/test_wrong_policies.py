@@ -288,6 +288,13 @@ def test_a_policy_opens_few_files(judge, tmp_path):
     assert "Too many open files" in verdict.what
 
 
+@pytest.mark.parametrize("limits", [Limits(seconds=1 << 63), Limits(memory=1 << 80)], ids=str)
+def test_limits_that_no_process_can_have_are_no_fault_of_a_policy(limits):
+    """Whoever asks for more than the system gives is told so, and no rule is broken."""
+    with pytest.raises(InputError, match="give it less"):
+        run_in_sandbox(int, int, limits)
+
+
 def test_a_policy_that_ignores_the_signal_of_its_limit_took_too_long(monkeypatch):
     """A policy that the kernel kills for its CPU time is not told as short of memory."""
     monkeypatch.setattr("kvcore_judge.sandbox.monotonic", lambda: 0.0)

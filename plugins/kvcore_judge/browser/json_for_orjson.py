@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from json import JSONDecodeError
+from math import isfinite
 from typing import Any, NoReturn
 
 __all__ = ["Fragment", "JSONDecodeError", "JSONEncodeError", "dumps", "loads"]
@@ -22,6 +23,8 @@ _ODD = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?e[+-]\d+|NaN|-?Infinity|-?\
 """Texts, which may look like anything, and the numbers that `orjson` writes otherwise."""
 
 _MAY_BE_ODD = re.compile(r"\de[+-]\d|NaN|Infinity|\d{19}")
+
+_MAY_BE_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
 """The integers that `orjson` writes."""
@@ -77,16 +80,22 @@ def loads(data: bytes | bytearray | memoryview | str, /) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        JSONDecodeError: it is no JSON, or not in UTF-8.
+        JSONDecodeError: it is no JSON, or not in UTF-8; or has a number beyond those of floats,
+            or half a surrogate pair.
     """
     try:
         text = data if isinstance(data, str) else bytes(data).decode()
-        return json.loads(text, parse_constant=_refuse, parse_int=_integer)
-    except UnicodeDecodeError as error:
+        value = json.loads(
+            text, parse_constant=_refuse, parse_int=_integer, parse_float=_finite
+        )
+        if _MAY_BE_HALF.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeError as error:
         raise JSONDecodeError(str(error), "", 0) from error
     except RecursionError as error:
         msg = "too deep"
         raise JSONDecodeError(msg, "", 0) from error
+    return value
 
 
 def Fragment(contents: bytes | str, /) -> Any:  # noqa: N802 - the name that `orjson` has
@@ -95,11 +104,17 @@ def Fragment(contents: bytes | str, /) -> Any:  # noqa: N802 - the name that `or
 
 
 def _refuse(constant: str) -> NoReturn:
-    msg = f"{constant} is no JSON"
+    msg = f"{constant:.80} is no JSON"
     raise JSONDecodeError(msg, constant, 0)
 
 
 def _integer(text: str) -> int | float:
     """Return an integer; beyond 64 bits the nearest float, as `orjson` does."""
-    value = int(text) if len(text) < len(str(_MOST)) + 2 else float(text)
+    value = int(text) if len(text) < len(str(_MOST)) + 2 else _finite(text)
     return value if _LEAST <= value <= _MOST else float(text)
+
+
+def _finite(text: str) -> float:
+    """Return a float, unless it is infinite: `orjson` reads none."""
+    value = float(text)
+    return value if isfinite(value) else _refuse(text)
