@@ -173,7 +173,7 @@ class LiveLoop(ServingLoop):
         speed: times as fast as `clock` that a step is to pass, which the executor has only
             computed the time of; None: a step has taken the time that the executor says.
         sleep: waits for some seconds of `clock`; None: at most until the inbox is closed, when
-            nobody waits for tokens any more.
+            no client waits for tokens any more.
 
     Attributes:
         inbox: the queue of new requests.

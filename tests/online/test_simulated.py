@@ -305,7 +305,7 @@ def test_a_simulation_that_waits_is_not_behind():
 
 
 def test_a_simulation_is_idle_while_it_waits_for_requests_and_loads():
-    """It is neither for a request nor for what a tier loads that it is late, but for steps."""
+    """Waiting for a request or for what a tier loads is no delay; the time of a step is."""
     world, waits, steps = World(drawn(30, 0.6)), set(), set()
     known = world.wait
 
