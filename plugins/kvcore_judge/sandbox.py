@@ -316,8 +316,8 @@ def _attempt(
         resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
     except (OverflowError, ValueError) as error:
         msg = (
-            f"a policy cannot get {limits.seconds:,} s of CPU time, {limits.memory >> 20:,} MiB "
-            f"of memory and {MOST_FILES} files here: {error}; give it less (--seconds, "
+            f"a policy cannot get {limits.seconds:,} s of CPU time, {limits.memory >> 20:,} MiB"
+            f" of memory and {MOST_FILES} files here: {error}; give it less (--seconds, "
             "--memory), or this process more (ulimit)"
         )
         raise InputError(msg) from error
