@@ -15,7 +15,7 @@ from helpers.distributions import install_module
 
 import kvcore.plugins.manager
 from kvcore_cli import main
-from kvcore_plugins.eviction import LRU
+from kvcore_plugins.eviction import FIFO
 
 PROGRAM = "from kvcore.__main__ import main; main()"
 HOOKS = """
@@ -117,15 +117,23 @@ def test_output_of_a_plugin_on_import_goes_to_stderr(site):
 @pytest.mark.parametrize("arguments", [["--json"], []])
 def test_output_of_a_policys_method_goes_to_stderr(monkeypatch, arguments):
     """Output of a policy's method goes to stderr, so that tables and documents are whole."""
-    victim = LRU.victim
+    victim = FIFO.victim
     monkeypatch.setattr(
-        LRU, "victim", lambda *args: (sys.stdout.write("noise\n"), victim(*args))[1]
+        FIFO, "victim", lambda *args: (sys.stdout.write("noise\n"), victim(*args))[1]
     )
-    command = ["simulate", "zipf:requests=20", "--blocks", "160", *arguments]
+    command = [
+        "simulate",
+        "zipf:requests=20",
+        "--blocks",
+        "160",
+        "--eviction",
+        "fifo",
+        *arguments,
+    ]
     done = run_here(*command)
     assert done.returncode == 0
     assert "noise\n" in done.stderr
-    assert "lru" in done.stdout
+    assert "fifo" in done.stdout
     assert "noise" not in done.stdout
 
 

@@ -238,12 +238,12 @@ def test_an_interrupt_that_no_signal_has_raised_is_an_error(tmp_path):
     """A KeyboardInterrupt raised by code is told as an error of that code, with its place."""
     policy = tmp_path / "policy.py"
     policy.write_text(
-        "from kvcore_plugins.eviction import LRU\n"
+        "from kvcore_plugins.eviction import FIFO\n"
         "def victim(self, *_):\n"
         "    raise KeyboardInterrupt\n"
-        "LRU.victim = victim\n"
+        "FIFO.victim = victim\n"
     )
-    words = ["simulate", "zipf:requests=40", "--blocks", "160", "--eviction", "lru"]
+    words = ["simulate", "zipf:requests=40", "--blocks", "160", "--eviction", "fifo"]
     program = "import policy; from kvcore.__main__ import main; main()"
     done = ended(program, *words, modules=tmp_path)
     expected = f"kvcore: error: {policy}:3, victim raised KeyboardInterrupt\n"
