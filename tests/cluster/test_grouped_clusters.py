@@ -76,7 +76,14 @@ def test_routers_are_compared_with_one_cache_of_groups():
             {"view": "events", "router": "prefix-affinity"},
             "whose blocks are not reported: give view=index",
         ),
-        ({"replicas": 4, "disaggregate": "prefill=2,decode=2"}, "whose K/V has no transfer"),
+        (
+            {"replicas": 4, "disaggregate": "prefill=2,decode=2"},
+            "groups, whose K/V has no transfer",
+        ),
+        (
+            {"like": "sglang", "disaggregate": "prefill=1,decode=1"},
+            "pools of layers, whose K/V has no transfer",
+        ),
     ],
 )
 def test_what_needs_one_group_is_refused(options, why):
