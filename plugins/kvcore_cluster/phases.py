@@ -247,13 +247,17 @@ class PhaseLoop(ReplicaLoop):
     _cache: KVCache
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        from kvcore_plugins.layer_pools import PooledCache  # noqa: PLC0415 - few have phases
+
         super().__init__(*args, **options)
         msg = ""
         if self._lag is not None:
             msg = "lag=1 with split phases: a transfer begins when a step ends; leave out one"
-        if not isinstance(self.cache, KVCache):
+        plain = isinstance(self.cache, KVCache)
+        if not plain or isinstance(self.cache, PooledCache):
+            parts = "pools of layers" if plain else "cache groups"
             msg = (
-                "split phases with cache groups, whose K/V has no transfer: leave disaggregate "
+                f"split phases with {parts}, whose K/V has no transfer: leave disaggregate "
                 "out, or serve the model as one group (disable_hybrid_kv_cache_manager)"
             )
         if msg:

@@ -229,7 +229,7 @@ def plan(
     tensor_parallel: int | Iterable[int] = (1, 2, 4, 8),
     replicas: int | Iterable[int] | None = None,
     max_gpus: int = 64,
-    tier: TierChoices = "host:memory=1TiB",
+    tier: TierChoices = None,
     policies: Iterable[tuple[str, str]] | None = None,
     journal: str | PathLike[str] | None = None,
     jobs: int = 1,
@@ -251,7 +251,8 @@ def plan(
         replicas: numbers of replicas; None: the fewest that do.
         max_gpus: GPUs in all, at most.
         tier: tiers below the pool; the memory of the one named `host` is the most host RAM of
-            a replica. `"none"`: no tier.
+            a replica. `"none"`: no tier; None: `host:memory=1TiB`, but no tier below pools that
+            have none, as those of `like="sglang"` for a hybrid model.
         policies: (kind, name) of eviction policies and schedulers that the verdict tries; None:
             all that are installed.
         journal: file with the finished simulations, from which an interrupted search goes on.

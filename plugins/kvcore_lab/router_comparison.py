@@ -31,12 +31,11 @@ from kvcore_lab.sweep.cells import CellRun, Task, WorkloadCache, named_replicas
 from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
 from kvcore_replay.gpu_cost import Cost, gpus_of
-from kvcore_replay.untimed import replay, replay_groups
+from kvcore_replay.untimed import replay, replay_groups, replay_pools
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from kvcore_plugins.cache_groups import GroupedCache
 
 HITS, CAME, GPUS = "reuse_ratio_token", "came", "gpus"
 """The columns of hits, of the times at which requests came, and of the GPUs that were paid for,
@@ -113,7 +112,7 @@ class SharedCache:
         hit_ratio: share of the prompt tokens that hit, with the eviction policy of the
         replicas.
         optimum: the same share with Belady's rule; None if that is no bound, as with a
-            retention policy or cache groups.
+            retention policy, cache groups or pools of layers.
     """
 
     replicas: int | str
@@ -322,11 +321,11 @@ class _Shares:
     ) -> tuple[CacheStats, float | None]:
         """Return the counts of one cache, and the optimum; None: it is not known."""
         requests = _ordered(parts.workload, came)
-        groups = parts.served_cache(blocks=blocks) if parts.layers else None
-        if groups is not None and groups.grouped:
-            groups = cast("GroupedCache", groups)
-            replay_groups(requests, groups, parts.batching.max_tokens)
-            return groups.stats, None
+        if parts.layers:
+            divided: Any = parts.served_cache(blocks=blocks)
+            again = replay_groups if divided.grouped else replay_pools
+            again(requests, divided, parts.batching.max_tokens)
+            return divided.stats, None
         cache = KVCache(
             blocks,
             parts.geometry.block_size,

@@ -11,10 +11,11 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import chain, compress, pairwise, repeat
 from math import floor, sqrt
 from operator import add, mul, sub
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvcore.models.cost import attended_pairs
 from kvcore.serving.latency import LatencyModel, StepWork
@@ -275,6 +276,20 @@ class Offered(NamedTuple):
         return float(self.work / self.requests * rate / servers)
 
 
+@runtime_checkable
+class Bounded(Protocol):
+    """A latency model whose step times are no maximum of lines, but are above one."""
+
+    def convex_duration(self, work: StepWork, tokens: int, sequences: int) -> int:
+        """Return the picoseconds that `work` takes at least, convex in what it holds.
+
+        Args:
+            work: the step.
+            tokens: the most tokens of any step.
+            sequences: the most of them that decoding sequences generate.
+        """
+
+
 def offered(
     finished: Iterable[Work],
     batching: Batching,
@@ -300,9 +315,10 @@ def offered(
 
     Where prefill and decode do not share steps, each has steps of its own. One average step
     is no longer than the mean of the steps it averages, since a step's time is a maximum of
-    lines (Jensen). With `max_seqs` = 1 and one line the load is the utilisation of queueing
-    theory, arrival rate x mean service time. Above 1 the queue grows for as long as requests
-    arrive. O(n), in memory that does not grow with n.
+    lines (Jensen), or a `Bounded` latency model counts one below it. With `max_seqs` = 1 and
+    one line the load is the utilisation of queueing theory, arrival rate x mean service time.
+    Above 1 the queue grows for as long as requests arrive. O(n), in memory that does not grow
+    with n.
 
     Args:
         finished: the requests that finished, some at a time.
@@ -335,17 +351,21 @@ def offered(
                 pairs[index] += _attended(hits, misses, window)
                 context[index] += _attended(prompts, later, window)
             held_tokens += _attended(misses, later, None)
+    duration = latency.duration
+    if isinstance(latency, Bounded):
+        most, together = step_tokens, batching.max_seqs
+        duration = partial(latency.convex_duration, tokens=most, sequences=together)
     # The fewest steps that hold the work, together or of each kind, and their time.
     seqs, by_memory = batching.max_seqs, Fraction(held_tokens, pool_tokens)
     if batching.steps == "mixed" and seqs > 1:
         by_seqs = Fraction(prefills + decode, seqs)
         fewest = Fraction(prefill + decode, step_tokens), by_seqs, by_memory
-        work = _time(latency, prefill, pairs, decode, context, max(fewest))
+        work = _time(duration, prefill, pairs, decode, context, max(fewest))
     else:
         steps = max(Fraction(prefill, step_tokens), Fraction(prefills, seqs))
-        work = _time(latency, prefill, pairs, 0, none, steps)
+        work = _time(duration, prefill, pairs, 0, none, steps)
         steps = max(Fraction(decode, seqs), by_memory)
-        work += _time(latency, 0, none, decode, context, steps)
+        work += _time(duration, 0, none, decode, context, steps)
     return Offered(work, requests, max(times, default=0) - min(times, default=0))
 
 
@@ -374,7 +394,7 @@ def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None
 
 
 def _time(
-    latency: LatencyModel,
+    duration: Callable[[StepWork], int],
     prefill: int,
     pairs: list[int],
     decode: int,
@@ -402,5 +422,5 @@ def _time(
             tokens, sequences, *sums = corner
             attended = tuple(sums[: len(pairs)]), tuple(sums[len(pairs) :])
             work = StepWork(tokens, attended[0], sequences, attended[1])
-            time += (upper - lower) * latency.duration(work)
+            time += (upper - lower) * duration(work)
     return time * steps

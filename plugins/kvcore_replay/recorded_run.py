@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -151,6 +152,9 @@ class Recorded:
         header: the first line.
         log, stats: those of the run. Without a clock a request ends when it is closed.
         evicted: blocks that left the cache, for room or because they expired.
+        rows: the rows of `log` that it has finished, with a clock.
+        handed: of requests that it has prefilled for another replica: the arrival (ns), and
+            tokens of the prompt, of those that hit or were loaded, and of the output here.
     """
 
     def __init__(
@@ -164,6 +168,8 @@ class Recorded:
         self.log = RunLog(header.blocks, slo) if log is None else log
         self.stats = CacheStats()
         self.evicted = 0
+        self.rows = array("q")
+        self.handed: list[tuple[int, int, int, int]] = []
         self._reader = reader
         self._timed = header.mode != "untimed"
         self._drafts = "drafter" in header.plugins
@@ -288,6 +294,7 @@ class Recorded:
     def _finish(self, event: events.Finish) -> None:
         job = self._jobs.pop(event.request)
         job.output_tokens = event.output
+        self.rows.append(len(self.log.ids))
         self.log.ended(job, event.t)
 
     def _reject(self, event: events.Reject) -> None:
@@ -314,13 +321,14 @@ class RecordedLives:
     Attributes:
         header: the first line.
         log: the log of all requests; of a request that was served again, its last time.
+        lives: the lives of each replica, the requests that it finished by their `rows`.
     """
 
     def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
         self.header, self.log = header, RunLog(header.blocks, slo)
         self._placed = Replicas(header)
         self._reader, self._slo = reader, slo
-        self._lives = [[self._make(own)] for own in self._placed.headers]
+        self.lives = [[self._make(own)] for own in self._placed.headers]
         # The requests that the router rejected are those of a server without other requests.
         self._refused = self._make(header)
         # With split phases, the replica that prefills a request, and its job there when that is
@@ -334,12 +342,12 @@ class RecordedLives:
     @property
     def stats(self) -> CacheStats:
         """The counts of the caches, in the order in which a result adds them."""
-        return CacheStats.sum(life.stats for lives in self._lives for life in lives)
+        return CacheStats.sum(life.stats for lives in self.lives for life in lives)
 
     @property
     def evicted(self) -> int:
         """Blocks that left the caches, for room or because they expired."""
-        return sum(life.evicted for lives in self._lives for life in lives)
+        return sum(life.evicted for lives in self.lives for life in lives)
 
     def take(self, event: events.Event) -> None:
         """Apply a line. O(1), or O(keys) of a request.
@@ -354,9 +362,9 @@ class RecordedLives:
         if placed is not None:
             replica, line = placed
             if event.event == "FAIL":
-                self._lives[replica].append(self._make(self._placed.headers[replica]))
+                self.lives[replica].append(self._make(self._placed.headers[replica]))
                 return
-            life = self._lives[replica][-1]
+            life = self.lives[replica][-1]
             if event.event == "FINISH" and self._hands_over(life, event):  # type: ignore[arg-type]
                 return
             if getattr(event, "leg", None) == "prefill":
@@ -377,7 +385,9 @@ class RecordedLives:
         name = event.request
         if self._prefills.get(name) is life:
             del self._prefills[name]
-            self._prefilled[name] = life.hand_over(name)
+            done = self._prefilled[name] = life.hand_over(name)
+            tokens = done.request.prompt_tokens, done.hit + done.loaded, event.output
+            life.handed.append((done.arrival, *tokens))
             return True
         job, before = life.job(name), self._prefilled.pop(name, None)
         if job is not None and before is not None:

@@ -17,11 +17,12 @@ from kvcore.request import Request
 
 if TYPE_CHECKING:
     from kvcore_plugins.cache_groups import GroupedCache
+    from kvcore_plugins.layer_pools import PooledCache
 
-__all__ = ["hits_of", "replay", "replay_groups", "served", "with_loads"]
+__all__ = ["hits_of", "replay", "replay_groups", "replay_pools", "served", "with_loads"]
 
 CHUNK = 8192
-"""The most tokens of a chunk of a prompt in a replay of cache groups."""
+"""The most tokens of a chunk of a prompt in a replay of cache groups, or of pools of layers."""
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
@@ -46,6 +47,31 @@ def replay_groups(
         cache.now = max(cache.now, request.arrival)
         hits.append(cache.compute(request, max_tokens).tokens // size)
     return hits
+
+
+def replay_pools(
+    requests: Iterable[Request], cache: PooledCache, max_tokens: int = CHUNK
+) -> CacheStats:
+    """Compute the prompts of `requests` serially in chunks; return the cache's statistics.
+
+    A request longer than the pool of full attention keeps its leading blocks. `on_queued` of
+    the eviction policy is called as by `served`.
+    """
+    if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
+        requests = _announced(requests, cache)
+    size = cache.geometry.block_size
+    room, most = cache.pool.blocks * size, min(max_tokens, cache.longest_chunk or max_tokens)
+    for request in requests:
+        now, length = request.arrival, min(request.prompt_tokens, room)
+        chunk = min(most, length - cache.probe(request, now) * size)
+        seq = cache.open(request, chunk, now)
+        while chunk:
+            cache.commit(seq, chunk, now)
+            chunk = min(most, length - seq.computed)
+            if chunk:
+                cache.extend(seq, chunk, now)
+        cache.close(seq, now)
+    return cache.stats
 
 
 def hits_of(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from fractions import Fraction
 from itertools import chain
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
@@ -14,7 +16,7 @@ import attrs
 from kvcore.cache import KVCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.config.options import option_named
-from kvcore.config.parts import plugins_of
+from kvcore.config.parts import RunParts, plugins_of
 from kvcore.errors import InputError, OutOfBlocks, PluginError
 from kvcore.files import file_bytes, refuse_overwrite
 from kvcore.notebook import Shown, data_frame
@@ -29,14 +31,14 @@ from kvcore.trace import Trace, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
 from kvcore.units import NS_PER_S
-from kvcore_plugins.load import finished_work, offered, saturation_of
+from kvcore_plugins.load import Offered, Work, finished_work, offered, saturation_of
 from kvcore_plugins.traces.reader import TraceReader, read_keys, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
 from kvcore_replay.pricing import PriceModel, find_price
 from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
-from kvcore_replay.recorded_run import RunSummary, verified_log
+from kvcore_replay.recorded_run import Recorded, RecordedLives, RunSummary, verified_log
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.untimed import with_loads
 
@@ -331,7 +333,7 @@ def whatif(
             was,
             bill=before,
             cost=_cost(was, recorded.log, prices),
-            **_load(workload, changes.get("slo"), plugins, recorded.log),
+            **_load(workload, changes.get("slo"), plugins, recorded),
         ),
         rerun=attrs.evolve(now, bill=after, cost=_cost(now, log, prices)),
         changes=list(changed_requests(recorded.log, log)),
@@ -346,38 +348,75 @@ def _cost(run: RunSummary, log: RunLog, prices: Mapping[str, float]) -> dict[str
 
 
 def _load(
-    workload: TraceWorkload, slo: SLO | None, plugins: Plugins | None, log: RunLog
+    workload: TraceWorkload,
+    slo: SLO | None,
+    plugins: Plugins | None,
+    recorded: Recorded | RecordedLives,
 ) -> dict[str, Any]:
     """Return the fields of a `RunSummary` about load and queue of the recorded run.
 
-    The load is unknown of a cluster, and where a recorded plugin is not installed here.
+    The load is unknown where a recorded plugin is not installed here.
     """
-    header = workload.header
+    header, log = workload.header, recorded.log
     if header.mode == "untimed" or header.engine:
         return {}
     fields = header.as_dict()
-    if not header.replicas:
+    options: Any = workload.file, fields, workload, {"slo": slo}, plugins
+    if isinstance(recorded, Recorded):
         with suppress(InputError, PluginError):
-            parts = RecordedParts(workload.file, fields, workload, {"slo": slo}, plugins)
+            parts = RecordedParts(*options)
             latency = parts.latency()
             latency.bind()
             return _load_of_server(parts, latency, log)
+    load = None
+    if isinstance(recorded, RecordedLives):
+        from kvcore_replay.recorded.cluster import RecordedCluster  # noqa: PLC0415 - of several
+
+        with suppress(InputError, PluginError):
+            load = _load_of_replicas(RecordedCluster(*options), recorded)
     limits = (
         n * own["batching"].get("max_seqs", Batching().max_seqs)
         for n, own in replica_groups(fields)
     )
-    return _load_fields(None, log, sum(limits))
+    return _load_fields(load, log, sum(limits))
+
+
+def _load_of_replicas(parts: RecordedCluster, recorded: RecordedLives) -> float | None:
+    """Return the offered load of a recorded cluster, as its result does."""
+    log = recorded.log
+    if any(own.config.drafter for own in parts.members):
+        return None
+    names = "arrival", "prompt", "hit", "loaded", "output"
+    columns = [log.columns()[name] for name in names]
+    total = Fraction(0)
+    for own, lives in zip(parts.members, recorded.lives, strict=True):
+        latency = own.latency()
+        latency.bind()
+        for life in lives:
+            came, prompts, hits, loaded, outputs = (
+                [column[row] for row in life.rows] for column in columns
+            )
+            ended = came, prompts, [*map(add, hits, loaded)], outputs
+            work: list[Any] = [ended, list(zip(*life.handed, strict=True)) or ([],) * 4]
+            total += _offered(own, latency, work).work
+    came = [*chain.from_iterable(came for came, *_ in finished_work(log))]
+    span = max(came, default=0) - min(came, default=0)
+    return Offered(total, len(came), span).load(len(recorded.lives))
 
 
 def _load_of_server(parts: RecordedParts, latency: LatencyModel, log: RunLog) -> dict[str, Any]:
     """Return the fields about load and queue of a run of one server, as its result does."""
     load = None
     if parts.config.drafter is None:
-        tokens = parts.blocks * parts.geometry.block_size
-        forgetting = parts.config.retention is not None
-        work = finished_work(log)
-        load = offered(work, parts.batching, latency, tokens, forgetting=forgetting).load()
+        load = _offered(parts, latency, finished_work(log)).load()
     return _load_fields(load, log, parts.batching.max_seqs)
+
+
+def _offered(parts: RunParts, latency: LatencyModel, work: Iterable[Work]) -> Offered:
+    """Return what the requests of a server offer."""
+    tokens = parts.blocks * parts.geometry.block_size
+    forgetting = parts.config.retention is not None
+    return offered(work, parts.batching, latency, tokens, forgetting=forgetting)
 
 
 def _load_fields(load: float | None, log: RunLog, max_seqs: int) -> dict[str, Any]:
@@ -478,7 +517,7 @@ class _ClusterRerun:
         )
         summary = RunSummary.from_log(parts.rerun(used), log, result.stats, evicted, timed=True)
         max_seqs = sum(member.batching.max_seqs for member in parts.members)
-        return attrs.evolve(summary, **_load_fields(None, log, max_seqs))
+        return attrs.evolve(summary, **_load_fields(result.offered_load, log, max_seqs))
 
 
 class _Rerun:

@@ -69,6 +69,43 @@ def test_routers_are_compared_with_one_cache_of_groups():
     assert shared.optimum is None
 
 
+@pytest.mark.parametrize("prefix", [2048, 40_000])
+@pytest.mark.parametrize("model", ["gemma-3-12b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
+def test_one_replica_with_pools_of_layers_shares_one_cache(model, prefix):
+    """One replica that serves requests one by one hits what the one cache of pools hits.
+
+    Prompts of several chunks, too. No optimum is known.
+    """
+    comparison = compare_routers(
+        f"zipf:requests=100,rate=0.02,prefixes=8,prefix_tokens={prefix},suffix_tokens=256,"
+        "output_tokens=1,key_tokens=16",
+        "round-robin",
+        1,
+        model=model,
+        device="h200",
+        like="sglang",
+        memory=f"{prefix // 256}GiB",
+    )
+    (row,), (shared,) = comparison.rows, comparison.shared
+    assert 0 < row.hit_ratio == shared.hit_ratio
+    assert shared.optimum is row.share_of_optimum is None
+
+
+def test_a_cache_of_pools_replays_the_first_blocks_of_a_prompt_that_is_too_long():
+    """A prompt of more blocks than the one cache has keeps its first ones there, and hits."""
+    comparison = compare_routers(
+        "zipf:requests=20,rate=1,prefixes=1,prefix_tokens=20480,suffix_tokens=256,key_tokens=16",
+        "round-robin",
+        1,
+        model="gemma-3-12b",
+        device="h200",
+        like="sglang",
+        memory="2GiB",
+    )
+    assert comparison.rows[0].hit_ratio is None
+    assert comparison.shared[0].hit_ratio > 0
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -76,7 +113,14 @@ def test_routers_are_compared_with_one_cache_of_groups():
             {"view": "events", "router": "prefix-affinity"},
             "whose blocks are not reported: give view=index",
         ),
-        ({"replicas": 4, "disaggregate": "prefill=2,decode=2"}, "whose K/V has no transfer"),
+        (
+            {"replicas": 4, "disaggregate": "prefill=2,decode=2"},
+            "groups, whose K/V has no transfer",
+        ),
+        (
+            {"like": "sglang", "disaggregate": "prefill=1,decode=1"},
+            "pools of layers, whose K/V has no transfer",
+        ),
     ],
 )
 def test_what_needs_one_group_is_refused(options, why):

@@ -341,6 +341,12 @@ class TestServerReader:
         with pytest.raises(InputError, match=reason):
             list(ServerReader(path, replica))
 
+    def test_the_only_replica_of_a_trace_is_named(self, tmp_path):
+        """A trace of one replica that is read without naming it says which one there is."""
+        one = record_cluster(tmp_path / "trace.jsonl", replicas=1, fail=())
+        with pytest.raises(InputError, match=r"the trace of 1 replica: give --replica 0$"):
+            list(ServerReader(one, None))
+
     def test_a_replica_that_was_never_up_has_no_life(self, tmp_path):
         """The first life of a replica that no planner has started is refused."""
         planned = record_cluster(

@@ -55,6 +55,12 @@ def test_impossible_axes_are_refused(mode, axes, reason):
     [
         ("compare", {"blocks": 9, "block_size": [16, 17]}, "block_size: workload zipf: "),
         ("compare", {"memory": "1KiB"}, "memory: 1 KiB is less than a block"),
+        (
+            "simulate",
+            {"drafter": ["none", "acceptance"], "retention": ["none", "window:tokens=64"]},
+            "drafter 'acceptance' with retention 'window'",
+        ),
+        ("simulate", {"autoscale": "nobody"}, "autoscale: 'nobody' is no planner"),
         ("compare", {"blocks": 9, "accounting": "bytes"}, "accounting: 'bytes' is not one of"),
         ("compare", {"blocks": 9, "eviction": "lfu:half=3"}, "eviction: eviction plugin 'lfu'"),
         (

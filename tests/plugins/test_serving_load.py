@@ -6,12 +6,17 @@ from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, repeat
 from random import Random
-from types import SimpleNamespace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+import kvcore
+from kvcore.serving import Batching, StepWork
 from kvcore.serving.stats import Column, RunLog
-from kvcore_plugins.load import MIN_REQUESTS, _time, saturation_of
+from kvcore.units import PS_PER_S
+from kvcore_plugins.latency import Roofline
+from kvcore_plugins.load import MIN_REQUESTS, _time, offered_by, saturation_of
 
 SERVICE = 1000
 """Nanoseconds that a request takes on a server that serves them one by one."""
@@ -229,6 +234,72 @@ def test_work_in_steps_takes_its_whole_time_where_time_is_linear(steps):
             rate * part for rate, part in zip((5, 7, 11, 13), (*pairs, *context), strict=True)
         )  # fmt: skip
 
-    linear = SimpleNamespace(duration=duration)
     expected = 2 * 17 + 3 * 19 + 5 * 23 + 7 * 29 + 11 * 31 + 13 * 37
-    assert _time(linear, 17, [23, 29], 19, [31, 37], steps) == expected
+    assert _time(duration, 17, [23, 29], 19, [31, 37], steps) == expected
+
+
+MIXTURES = {
+    **dict.fromkeys(("qwen3-30b-a3b", "gpt-oss-20b"), 1),
+    **dict.fromkeys(("mixtral-8x7b", "gpt-oss-120b"), 2),
+    **dict.fromkeys(("qwen3-235b-a22b", "llama-3.1-8b"), 8),
+}
+"""Models, all but the last mixtures of experts, and the GPUs of each."""
+
+
+@st.composite
+def steps_of_a_mixture(draw):
+    """Draw a mixture, the limits of steps, and prefill and decode tokens of some steps."""
+    model = draw(st.sampled_from(sorted(MIXTURES)))
+    sequences = draw(st.integers(1, 64))
+    tokens = draw(st.integers(sequences, 1024))
+    decode = st.integers(0, sequences)
+    step = decode.flatmap(lambda d: st.tuples(st.integers(0, tokens - d), st.just(d)))
+    return model, tokens, sequences, draw(st.lists(step, min_size=1, max_size=8))
+
+
+@settings(max_examples=100)
+@given(steps_of_a_mixture())
+@example(("qwen3-30b-a3b", 1024, 8, [(1000, 0), *[(0, 8)] * 7]))
+@example(("qwen3-30b-a3b", 64, 64, [(0, 64), (0, 0)]))
+def test_equal_steps_of_a_mixture_take_no_longer_than_others_with_the_same_work(drawn):
+    """The bound of a step is at most its time, and that of the mean step at most their mean."""
+    model, tokens, sequences, steps = drawn
+    latency = Roofline(model=model, tensor_parallel=MIXTURES[model])
+    none = (0,) * len(latency.windows)
+
+    def bound(work):
+        return latency.convex_duration(work, tokens, sequences)
+
+    works = [StepWork(prefill, none, decode, none) for prefill, decode in steps]
+    took = [latency.duration(work) for work in works]
+    assert all(bound(work) <= time for work, time in zip(works, took, strict=True))
+    prefill, decode = map(sum, zip(*steps, strict=True))
+    least = _time(bound, prefill, [*none], decode, [*none], Fraction(len(steps)))
+    # Dense products bend once, where the mean of whole steps around one is above it.
+    assert least <= sum(took) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("model", sorted(MIXTURES))
+@settings(max_examples=12)
+@given(
+    st.sampled_from([1, 4, 8, 64]),
+    st.sampled_from([64, 512, 4096]),
+    st.sampled_from(["mixed", "prefill-first"]),
+    st.integers(1, 120),
+    st.integers(1, 1000),
+)
+@example(8, 8192, "mixed", 100, 600)
+def test_no_run_is_faster_than_its_least_time(model, seqs, tokens, steps, output, suffix):
+    """Requests that never wait for an arrival take at least the least time of their work.
+
+    So no load is above 1 where the queue does not grow.
+    """
+    result = kvcore.simulate(
+        f"zipf:requests=60,rate=1000,prefixes=5,prefix_tokens=256,suffix_tokens={suffix},"
+        f"output_tokens={output}",
+        model=model,
+        tensor_parallel=MIXTURES[model],
+        batching=Batching(max_tokens=tokens, max_seqs=seqs, steps=steps),
+    )
+    # The clock of a result counts nanoseconds.
+    assert offered_by(result).work <= (result.simulated_s + 1e-9) * PS_PER_S

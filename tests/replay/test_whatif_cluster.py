@@ -71,6 +71,21 @@ def test_a_rerun_without_changes_has_the_bytes_of_the_trace(tmp_path, options):
 
 
 @pytest.mark.parametrize("options", RECORDED.values(), ids=RECORDED)
+def test_the_load_of_a_recorded_cluster_is_that_of_its_run(tmp_path, options):
+    """Load and queue of the recording and of the rerun are those that the run had."""
+    path, given = tmp_path / "trace.jsonl", {"replicas": 3, "blocks": 20, "tensor_parallel": 1}
+    given |= {"router": "least-requests", "fail": "replica=1,at=0.3,for=0.1"}
+    summary = kvcore.simulate_cluster(ZIPF, trace=path, **(given | options)).summary()
+    found = whatif(path)
+    for run in (found.recorded, found.rerun):
+        assert run.offered_load == summary["offered_load"]
+        assert run.saturation == summary["saturation"]
+    assert (summary["offered_load"] is None) == bool(
+        options.get("drafter") or not summary["completed"]
+    )
+
+
+@pytest.mark.parametrize("options", RECORDED.values(), ids=RECORDED)
 def test_lives_of_replicas_add_up_to_their_cluster(tmp_path, options):
     """Each life of a replica is read by itself, also one that decodes what others prefill."""
     path = record(tmp_path / "trace.jsonl", **options)

@@ -61,7 +61,8 @@ HINT = "expected numbers, such as 1,2,4"
 @shared(
     "tier",
     text="Tier below the pool of a replica: the memory of `host` is the upper bound of the "
-    f"search, other tiers are taken as given; `none` leaves tiers out.  [default: {HOST}]",
+    f"search, other tiers are taken as given; `none` leaves tiers out.  [default: {HOST}, "
+    "or none below pools of layers]",
 )
 @shared("model")
 @shared(
@@ -135,7 +136,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 tensor_parallel=given["tensor_parallel"],
                 replicas=given["replicas"],
                 max_gpus=given["max_gpus"],
-                tier=HOST if not_given else given["tier"],
+                tier=None if not_given else given["tier"],
                 journal=partial(_journal, out),
                 executor=search_executor(given, source),
                 progress=progress,

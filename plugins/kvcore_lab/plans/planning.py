@@ -53,7 +53,7 @@ Verdict = Literal["capacity", "policy", "content", "compute", "none"]
 fleet that was tried misses it, or none of the size of the best."""
 
 HOST = "host:memory=1TiB"
-"""The most host memory of a replica if no tier is given."""
+"""The most host memory of a replica if no tier is given, where K/V can have tiers."""
 
 DEGREES = (1, 2, 4, 8)
 """Numbers of GPUs of a replica that are tried if none are given."""
@@ -261,7 +261,7 @@ def plan(
     tensor_parallel: Iterable[int] | int = DEGREES,
     replicas: Iterable[int] | int | None = None,
     max_gpus: int = MOST_GPUS,
-    tier: Any = HOST,
+    tier: Any = None,
     policies: Iterable[tuple[str, str]] | None = None,
     journal: Callable[[], AbstractContextManager[Journal]] | None = None,
     executor: Executor | None = None,
@@ -290,14 +290,13 @@ def plan(
         workload = workload_given  # to a grid, a list is one of alternatives
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
     _check_options(grid)
-    tiers = read_option("tier", tier)
-    cells = [cell.changed(tier=tiers) for cell in grid]
+    cells = [cell.changed(tier=read_option("tier", tier)) for cell in grid]
     if cells[0].slo == SLO():
         msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
         raise InputError(msg)
     executor = executor or ThisProcess()
     planner = _Planner(percentile, max_gpus, None, executor, known_to(executor))
-    planner.add(cells, counts)
+    planner.add(cells, counts, adds_host=tier is None)
     with nullcontext() if journal is None else journal() as planner.journal:
         plans = planner.plan(counts, policies, progress or silent)
     return attrs.evolve(plans, gpu_price=gpu_price or {})
@@ -383,8 +382,12 @@ class _Planner:
         """The share of the judged requests that must meet their SLO."""
         return Fraction(str(self.percentile)) / 100
 
-    def add(self, cells: Iterable[RunConfig], counts: list[int] | None) -> None:
+    def add(
+        self, cells: Iterable[RunConfig], counts: list[int] | None, *, adds_host: bool
+    ) -> None:
         """Add the configurations that can be simulated; leave a note for each other one.
+
+        With `adds_host` each gets the tier `HOST`, if its pools can have tiers.
 
         Raises:
             InputError: no configuration can be simulated; says why the last one cannot.
@@ -400,6 +403,9 @@ class _Planner:
                 continue
             try:
                 parts = self.known.parts(cell)
+                if adds_host and (parts.layers is None or parts.layers.takes_tiers):
+                    cell = cell.changed(tier=read_option("tier", HOST))  # noqa: PLW2901
+                    parts = self.known.parts(cell)
             except InputError as error:
                 fault = error
                 self.notes.append(f"{counted(devices, 'GPU')} a replica: {error}")

@@ -346,6 +346,20 @@ class CellRun:
         text = orjson.dumps(self._description(), option=orjson.OPT_SORT_KEYS)
         return hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
 
+    def check(self) -> None:
+        """Refuse parts that contradict each other, as the run does before its first request.
+
+        Raises:
+            InputError: the run would be refused. What fails otherwise is left to it.
+        """
+        if self.parts.config.timed:
+            try:
+                self.parts.run(requests=(), residency=False)
+            except InputError:
+                raise
+            except FAILURES:
+                pass
+
     def run(self) -> dict[str, Any]:
         """Return the columns of the result."""
         timed = self.parts.config.timed

@@ -273,7 +273,7 @@ class Plan:
     def from_grid(cls, grid: Grid) -> Self:
         """Build the parts of every cell once, and compute its digest.
 
-        Reads each workload for its digest; runs no cell.
+        Reads each workload for its digest; runs no cell but without its requests.
 
         Raises:
             InputError, PluginError: a cell is not valid, or two classes have one name; names
@@ -287,6 +287,7 @@ class Plan:
         names = {axis: file_plugins(axis, values) for axis, values in grid.axes.items()}
         for config in grid:
             cell = CellRun(config, known)
+            cell.check()
             tasks.append(Task(cell.digest, config))
             rows.append(
                 {

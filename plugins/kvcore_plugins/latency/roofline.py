@@ -89,6 +89,24 @@ class _Experts(NamedTuple):
     routed: int
     layers: Fraction
 
+    def of_tokens(self, tokens: int) -> int:
+        """Return the work of products of so many tokens."""
+        return max(self.product * tokens, self.weights(tokens))
+
+    def convex(self, prefill: int, decode: int, tokens: int, sequences: int) -> int:
+        """Return a convex bound below `of_tokens`, at `prefill` + `decode` tokens.
+
+        No step holds more than `tokens`, of them `sequences` that decode. The weights read are
+        concave in the tokens, so above both planes through their values at no tokens, at
+        `tokens`, and at `sequences` that decode alone, or beside as many as fit.
+        """
+        full, several = self.weights(tokens), self.weights(sequences)
+        planes = [(prefill + decode) * full // tokens]
+        if sequences < tokens:
+            more = prefill * (full - several) // (tokens - sequences)
+            planes.append(decode * several // sequences + more)
+        return max(self.product * (prefill + decode), *planes)
+
 
 class _Kernels(NamedTuple):
     """The work of all kernels but attention, in 2^-32 ps.
@@ -114,7 +132,7 @@ class _Kernels(NamedTuple):
         experts = self.experts
         return (
             max(self.product * tokens, self.weights)
-            + max(experts.product * tokens, experts.weights(tokens))
+            + experts.of_tokens(tokens)
             + (self.moved + self.reduced + experts.routed) * tokens
             + self.floor
         )
@@ -338,6 +356,17 @@ class Roofline(LatencyModel):
             return ((self._overhead + (fine >> SHIFT), self._read[0]),)
         fine += sum(map(mul, self._pairs, work.attended_pairs))
         return ((self._overhead + (fine >> SHIFT), *self._read),)
+
+    def convex_duration(self, work: StepWork, tokens: int, sequences: int) -> int:
+        """Return the picoseconds that `work` takes at least, convex in what it holds.
+
+        Only the weights of experts that a step reads are not: in steps of at most `tokens`
+        tokens, of them `sequences` of decoding sequences, they are at least those counted here.
+        """
+        experts, prefill, decode = self._kernels.experts, work.prefill, work.decode
+        bound = experts.convex(prefill, decode, tokens, sequences)
+        above = experts.of_tokens(prefill + decode) - bound
+        return self.duration(work) - -(-above >> SHIFT)
 
     def terms_of_step(self) -> StepTerms | None:
         """Return the terms of `pieces`, where there is one attention window."""

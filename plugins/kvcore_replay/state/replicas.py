@@ -182,8 +182,9 @@ class ServerReader(TraceReader):
         replica, life = self._replica, self._life
         last = len(replicas.headers) - 1
         if replica is None or replica > last:
-            which = "--replica 0" if not last else f"--replica 0 to --replica {last}"
-            msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
+            several = f"{last + 1} replicas: say which one, --replica 0 to --replica {last}"
+            which = several if last else "1 replica: give --replica 0"
+            msg = f"{self.file} is the trace of {which}"
             raise InputError(msg)
         yield replicas.headers[replica]
         n = 1

@@ -65,6 +65,16 @@ def test_host_ram_is_searched_by_default(planned):
     assert (without, found) == ("none", "host:memory=1TiB")
 
 
+def test_pools_of_layers_have_no_tier_by_default(planned):
+    """Below pools of layers there is no tier by default, and one that is given is refused."""
+    words = ["zipf:requests=20,prefixes=4,rate=4", "--like", "sglang", "--model", "gpt-oss-20b"]
+    words += ["--tensor-parallel", "1", "--max-gpus", "1", "--json"]
+    done = planned(*words)
+    assert json.loads(done.stdout)["setup"]["tier"] == "none"
+    refused = planned(*words, "--tier", "host:memory=1TiB", "--out", "host")
+    assert "tier: the K/V of gpt-oss-20b is in pools of their own" in refused.stderr
+
+
 def test_no_fleet_is_exit_code_1(planned):
     """If no fleet meets the SLO, the exit code is 1 and a limit is printed."""
     done = planned(*SMALL, "--slo", "ttft=0.001")
