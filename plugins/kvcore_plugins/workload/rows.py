@@ -65,9 +65,11 @@ class Row:
 
     def time(self, name: str, clock: Clock) -> int:
         """Return the time in ns that `clock` reads in a field."""
-        time = clock.read(self.fields.get(name))
+        time = clock.time_of(self.fields)
         if time is None:
             expected = "a number, or a time such as 2024-05-10 18:15:46.680"
+            if clock.date is not None:
+                expected = f"a time of day such as 18:15:46.680, and a date in {clock.date!r}"
             raise self.error(field=name, expected=expected)
         return time
 
