@@ -188,8 +188,19 @@ def test_a_given_unit_is_another_workload_than_one_that_is_found(tmp_path, read)
 
 def test_whole_numbers_may_have_a_point(tmp_path):
     """A length such as 374.0, as data frames write it, is read as a whole number."""
-    (request,) = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,374.0,44."))
-    assert (request.prompt_tokens, request.output_tokens) == (374, 44)
+    rows = ("0,0,374.0,44.", "1,1,374.00,2.00", "2,2,3740.000,374.0000")
+    requests = Lengths(write(tmp_path / "t.csv", SERVEGEN, *rows))
+    lengths = [(request.prompt_tokens, request.output_tokens) for request in requests]
+    assert lengths == [(374, 44), (374, 2), (3740, 374)]
+
+
+@pytest.mark.parametrize("count", ["1.000", "12.000", "374.000"])
+def test_what_may_be_thousands_is_refused(tmp_path, count):
+    """A length that is another number in other languages is refused, with both ways out."""
+    path = write(tmp_path / "t.csv", SERVEGEN, f"0,0,{count},44")
+    one = count.removesuffix(".000")
+    with pytest.raises(InputError, match=rf"expected {one} or {one}\.0, or {one}000 if it is"):
+        list(Lengths(path))
 
 
 @pytest.mark.parametrize(

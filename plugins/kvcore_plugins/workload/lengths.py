@@ -76,6 +76,8 @@ _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reason
 _LENGTHS = re.compile("tok|len|ctx|context|prompt|gen|compl|in|out", re.IGNORECASE)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
+# Thousands in some languages.
+_GROUPED = re.compile(r"[1-9]\d{0,2}\.000", re.ASCII)
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 _LETTERS = re.compile(r"[^\W\d]")
@@ -589,6 +591,9 @@ def _tokens(row: Row, name: str, least: int) -> int:
     match = _COUNT.fullmatch(str(value)) if type(value) in (str, float) else None
     if match is None or int(match[1]) < least:
         raise row.error(field=name, expected=f"a whole number of tokens, at least {least}")
+    if _GROUPED.fullmatch(str(value)):
+        one, thousands = match[1], f"{match[1]}000"
+        raise row.error(field=name, expected=f"{one} or {one}.0, or {thousands} if it is that")
     return int(match[1])
 
 
