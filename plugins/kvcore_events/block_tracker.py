@@ -136,6 +136,13 @@ def _size(groups: _Groups) -> int:
     return sum(len(blocks) for group in groups.values() for blocks in group.counts.values())
 
 
+def publisher_of(batch: EventBatch, publisher: Publisher) -> Publisher:
+    """Return the publisher of a batch: that of the transport, or else its `source` or rank."""
+    if publisher is None:
+        publisher = batch.dp_rank if batch.source is None else batch.source
+    return publisher
+
+
 class BatchNumbers:
     """The numbers of batches in a stream: which come again, and which are missing.
 
@@ -165,8 +172,7 @@ class BatchNumbers:
         (`seq`, and `source` or `dp_rank`) take their place.
         """
         seq, time = batch.seq if seq is None else seq, batch.time
-        if publisher is None:
-            publisher = batch.dp_rank if batch.source is None else batch.source
+        publisher = publisher_of(batch, publisher)
         if seq is None:
             return True, None, publisher
         state = self._publishers.setdefault(publisher, _Progress())

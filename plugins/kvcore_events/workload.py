@@ -59,8 +59,9 @@ class KvEvents(FromFiles):
     with `prompt` (tokens), and `output` (tokens; 0). The recording gives the block size and
     the period: requests outside it are left out, and counted in `notes`.
 
-    Times count from the first batch; a batch earlier than the one before it counts as
-    simultaneous. A recording that is cut is read up to the cut, with a note.
+    Requests are sorted by time, as the batches of several publishers need not be. Times count
+    from the earliest batch; one that is earlier than the one before it of its publisher counts
+    as simultaneous. A recording that is cut is read up to the cut, with a note.
 
     Attributes:
         path: the recording.
@@ -92,16 +93,18 @@ class KvEvents(FromFiles):
             raise InputError(both if self.lookups else EXPLANATION.format(file=self.path))
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests. Memory: one line; with `lookups=full`, all different blocks."""
+        """Yield the requests. Memory: one line; with `lookups=full`, all blocks of requests."""
         if self.requests is not None:
             yield from self._logged(self.requests)
             return
         size = self.key_tokens
         arrivals, chains = self._chains(size)
-        for serial, (arrival, keys) in enumerate(zip(arrivals, chains, strict=True)):
+        in_order = sorted(range(len(chains)), key=arrivals.__getitem__)
+        for serial, chain in enumerate(in_order):
+            keys = chains[chain]
             yield Request(
                 id=serial,
-                arrival=arrival,
+                arrival=arrivals[chain],
                 prompt_tokens=len(keys) * size,
                 keys=keys.tolist(),
                 key_tokens=size,
@@ -135,9 +138,9 @@ class KvEvents(FromFiles):
         """Raise InputError that names the option to add."""
         return cls(path=path)
 
-    def _chains(self, size: int) -> tuple[array[int], list[array[int]]]:
+    def _chains(self, size: int) -> tuple[list[int], list[array[int]]]:
         """Return the arrival and the keys of each request; a key numbers a (parent, hash)."""
-        arrivals: array[int] = array("q")
+        arrivals: list[int] = []
         chains: list[array[int]] = []
         numbers: dict[tuple[Any, Any], int] = {}
         ends: dict[tuple[Any, Any], list[int]] = {}
@@ -168,7 +171,7 @@ class KvEvents(FromFiles):
                 reported.add((stream, breaks, block.hash))
             ends.setdefault((stream, blocks[-1].hash), []).append(chain)
         self._notes = (*losses.notes, *losses.cut)
-        return arrivals, chains
+        return [arrival - losses.begin for arrival in arrivals], chains
 
     def _stored(
         self, losses: _Losses
@@ -205,21 +208,29 @@ class KvEvents(FromFiles):
     ) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
         """Yield the items of the recording, with the time from its first batch on, in ns.
 
-        Where a recording is cut is told to `losses` at the end.
+        The times of a publisher never fall. Those of several do where a recording has history:
+        that of one publisher after another's. Where it is cut, and how much earlier than the
+        first the earliest batch is, is told to `losses`.
         """
+        from kvcore_events.block_tracker import publisher_of  # noqa: PLC0415 - a slow import
         from kvcore_events.recording import Received, RecordingReader  # noqa: PLC0415 - a slow import
 
         reader = RecordingReader(self.path)
-        first, now = None, 0
+        first, now, latest = None, 0, 0
+        times: dict[Any, int] = {}
         for item in reader:
-            time = item.batch.time if isinstance(item, Received) else None
-            if time is not None:
-                first = time if first is None else first
-                now = max(now, time - first)
-            if now >= INT64_LIMIT:
+            if isinstance(item, Received):
+                publisher = publisher_of(item.batch, item.publisher)
+                now, time = times.get(publisher, now), item.batch.time
+                if time is not None:
+                    first = time if first is None else first
+                    now = max(times.get(publisher, time - first), time - first)
+                    times[publisher] = now
+                losses.begin, latest = min(losses.begin, now), max(latest, now)
+            if (span := latest - losses.begin) >= INT64_LIMIT:
                 msg = (
-                    f"{self.path}:{reader.line}: this batch has a time {now // NS_PER_S} s "
-                    "after the first one's, which is further than nanoseconds of 63 bits reach"
+                    f"{self.path}:{reader.line}: this batch makes the recording one of "
+                    f"{span // NS_PER_S} s, which is further than nanoseconds of 63 bits reach"
                 )
                 raise InputError(msg)
             yield item, now
@@ -287,6 +298,7 @@ class _Losses:
         events: number of events that cannot be read.
         runs: number of runs that continue a request whose beginning is missing.
         cut: a note on where the recording is cut; empty if it is whole.
+        begin: the time of the earliest batch from the first one on (ns): 0 or less.
     """
 
     breaks: Counter[int | None] = attrs.field(factory=Counter)
@@ -295,6 +307,7 @@ class _Losses:
     events: int = 0
     runs: int = 0
     cut: tuple[str, ...] = ()
+    begin: int = 0
 
     def take(self, item: Received | Lost | Restarted | Skipped) -> tuple[Any, ...] | None:
         """Count what an item says or shows to be missing; return the stream of a new batch."""

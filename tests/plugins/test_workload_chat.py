@@ -206,6 +206,17 @@ def test_times_are_read(read):
     assert [request.arrival for request in read(*rows, time="at")] == [0, 2 * SECOND]
 
 
+@pytest.mark.parametrize(("name", "options"), [("time", {}), ("hour", {"time": "hour"})])
+def test_a_date_and_a_time_of_day_are_one_time(tmp_path, name, options):
+    """The time of a row counts from its date, and neither is a field that is not read."""
+    days = ((9, "23:59:59"), (10, "0:00:01"))
+    rows = [{"prompt": "a", "date": f"2024-05-{day:02}", name: time} for day, time in days]
+    workload = Chat(write_rows(tmp_path / "l.jsonl", *rows), **options)
+    assert [request.arrival for request in workload] == [0, 2 * SECOND]
+    assert f"times are 'date' and {name!r} together" in workload.notes
+    assert not any("not read" in note for note in workload.notes)
+
+
 def test_rows_without_times_arrive_at_a_rate(read):
     """Rows without times arrive at random at `rate`, or all at once without it.
 

@@ -142,6 +142,42 @@ def test_times_are_read_exactly(tmp_path, unit, times, arrival):
     assert [request.arrival for request in Lengths(path, unit=unit)] == [0, arrival]
 
 
+@pytest.mark.parametrize(
+    ("header", "options"),
+    [("date,time", {}), ("timestamp,date", {}), ("date,hour", {"time": "hour"})],
+)
+@pytest.mark.parametrize("date", ["2024-05-{:02}", "2024-05-{:02} 00:00:00"])
+def test_a_date_and_a_time_of_day_are_one_time(tmp_path, header, options, date):
+    """The time of a row counts from the date that another column has, and a note says so."""
+    times = [(10, "9:59:59.5"), (10, "10:00"), (11, "00:00:00Z")]
+    days = header.startswith("date")
+    cells = [(date.format(day), time)[:: 1 if days else -1] for day, time in times]
+    rows = [f"{first},{second},1,1" for first, second in cells]
+    workload = Lengths(write(tmp_path / "t.csv", f"{header},isl,osl", *rows), **options)
+    half = 500_000_000
+    assert [request.arrival for request in workload] == [0, half, 28 * half * 3600 + half]
+    name = header.replace("date", "").strip(",")
+    assert list(workload.notes) == [f"times are 'date' and {name!r} together"]
+
+
+def test_a_time_of_day_without_its_date_is_refused(tmp_path):
+    """A row whose date is missing has no time, and the error names both columns."""
+    rows = ("2024-05-10,10:00:00,1,1", ",10:00:01,1,1")
+    with pytest.raises(InputError, match=r"field 'time': .* and a date in 'date', got"):
+        list(Lengths(write(tmp_path / "t.csv", "date,time,isl,osl", *rows)))
+
+
+def test_dates_alone_and_columns_that_are_not_read_are_noted(tmp_path):
+    """Notes say that requests of a day arrive at once, and which times were not read."""
+    rows = ("2024-05-10,10:00 PM,1,1", "2024-05-10,11:00 PM,1,1")
+    workload = Lengths(write(tmp_path / "t.csv", "date,time,isl,osl", *rows))
+    assert [request.arrival for request in workload] == [0, 0]
+    assert list(workload.notes) == [
+        "dates without a time of day in 'date': all requests of a day arrive at its midnight",
+        "'time' is not read, since it has others than times: '11:00 PM'",
+    ]
+
+
 @pytest.mark.parametrize("read", [Chat, Lengths])
 def test_a_given_unit_is_another_workload_than_one_that_is_found(tmp_path, read):
     """A digest tells each unit that is given from the one that is found, which may be any."""
@@ -152,8 +188,19 @@ def test_a_given_unit_is_another_workload_than_one_that_is_found(tmp_path, read)
 
 def test_whole_numbers_may_have_a_point(tmp_path):
     """A length such as 374.0, as data frames write it, is read as a whole number."""
-    (request,) = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,374.0,44."))
-    assert (request.prompt_tokens, request.output_tokens) == (374, 44)
+    rows = ("0,0,374.0,44.", "1,1,374.00,2.00", "2,2,3740.000,374.0000")
+    requests = Lengths(write(tmp_path / "t.csv", SERVEGEN, *rows))
+    lengths = [(request.prompt_tokens, request.output_tokens) for request in requests]
+    assert lengths == [(374, 44), (374, 2), (3740, 374)]
+
+
+@pytest.mark.parametrize("count", ["1.000", "12.000", "374.000"])
+def test_what_may_be_thousands_is_refused(tmp_path, count):
+    """A length that is another number in other languages is refused, with both ways out."""
+    path = write(tmp_path / "t.csv", SERVEGEN, f"0,0,{count},44")
+    one = count.removesuffix(".000")
+    with pytest.raises(InputError, match=rf"expected {one} or {one}\.0, or {one}000 if it is"):
+        list(Lengths(path))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,10 @@ def test_bundled_trace_is_the_published_one():
         ({"input_length": 0}, "field 'input_length': expected a whole number from 1"),
         ({"output_length": "52"}, "field 'output_length': expected .*, got \"52\""),
         ({"hash_ids": {"46": 47}}, "field 'hash_ids': expected a list of integers, got {"),
-        ({"hash_ids": [46, "x"]}, r"field 'hash_ids\[1\]': expected an integer .*, got \"x\""),
+        (
+            {"hash_ids": [46, "x"]},
+            r"field 'hash_ids\[1\]': expected an integer .* 1 to 128 hexa.* digits, got \"x\"",
+        ),
         ({"hash_ids": [None]}, r"field 'hash_ids\[0\]': expected an integer .*, got null"),
         ({"hash_ids": [True]}, r"field 'hash_ids\[0\]': expected an integer .*, got true"),
         ({"hash_ids": [1.5]}, r"field 'hash_ids\[0\]': expected an integer"),
@@ -128,6 +131,16 @@ def test_ids_may_have_64_bits(tmp_path, ids):
     assert first.keys[:1] == second.keys
     assert not set(first.keys) & set(third.keys)
     assert len(set(first.keys)) == 2
+
+
+@pytest.mark.parametrize("digits", [1, 4, 8, 16, 32, 64, 128])
+def test_hexadecimal_ids_are_numbers_that_traces_hold(tmp_path, digits):
+    """Texts of one number are one key of 16 bytes, whatever their case and their zeros."""
+    ids = [f"{'a' * digits}", f"0x{'A' * digits}", f"{'a' * digits:0>128}", "b" * digits]
+    path = write(tmp_path / "t.jsonl", *(ROW | {"hash_ids": [name]} for name in ids))
+    same, with_prefix, with_zeros, other = (request.keys for request in Mooncake(path))
+    assert same == with_prefix == with_zeros != other
+    assert {len(key) for key in (*same, *other)} == {16}
 
 
 BAILIAN = [

@@ -14,8 +14,9 @@ class Cost(ScoreEviction):
     again, which grow with its depth, since its queries attend to all tokens before it. L,
     the inflation value, rises to the score of every victim, and H has the L of the last use:
     blocks that have not been used for long have lower scores than new ones. All blocks have
-    one size, so the division by size in the published formula has no effect. O(log leaves)
-    per event.
+    one size, so the division by size in the published formula has no effect. L is a sum in
+    floating point, so H of two blocks that would be equal may differ by its rounding: then
+    they are no tie, and the least recent need not go first. O(log leaves) per event.
 
     `span.data` is L at the latest use.
 

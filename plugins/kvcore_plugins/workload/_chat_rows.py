@@ -275,8 +275,8 @@ class Reading:
         chat, named = self._chat, self._names.get("time")
         source = self._chosen(exchanges(chat, self.left_out, self._names))
         head = list(islice(source, HEAD))
-        rows, field = chain(head, source), _time_field(head, named, chat.unit)
-        if field is None:
+        rows, clock = chain(head, source), _time_clock(head, named, chat.unit)
+        if clock is None:
             self._likely = _likely_times(head)
             if named is not None and head:
                 msg = f"{chat.path}: no field {named!r} in most of the first rows"
@@ -284,9 +284,10 @@ class Reading:
                 raise InputError(msg)
             yield from ((None, exchange) for exchange in map(self._untimed, rows))
             return
+        field = clock.name
         chat.refuse_rate(next(row for row, _, _ in head if times_of(row, field)), field)
-        self._clock, self._order = Clock(field, chat.unit), time_order(field)
-        for time, _, exchange in self._order.sort(self._clocked(rows, self._clock)):
+        self._clock, self._order = clock, time_order(field)
+        for time, _, exchange in self._order.sort(self._clocked(rows, clock)):
             yield time, exchange
 
     def _chosen(self, source: Iterable[Exchange]) -> Iterator[Exchange]:
@@ -326,7 +327,7 @@ class Reading:
 
     def _look_for_unread(self, exchange: Exchange) -> None:
         row, body = exchange.row, exchange.body
-        clock = () if self._clock is None else (self._clock.name,)
+        clock = () if self._clock is None else (self._clock.name, self._clock.date or "")
         read = _KNOWN.union(clock, self._names.values(), _isolating(self._chat.isolate))
         for name in unread_fields({**row.fields, **body.fields}, read):
             value = body.fields.get(name, row.fields.get(name))
@@ -604,22 +605,24 @@ def exchanges(
             left_out.add(fault, unusable(row, fault))
 
 
-def _time_field(head: list[Exchange], named: str | None, unit: str | None) -> str | None:
-    """Return the field with the times of the first rows; None: most have none.
+def _time_clock(head: list[Exchange], named: str | None, unit: str | None) -> Clock | None:
+    """Return the clock of the field with the times of the first rows; None: most have none.
 
     Args:
         head: the first rows.
         named: the field that an option gives; None: those with usual names are looked at.
         unit: the unit that an option gives.
     """
-    samples = [times_of(row, named) for row, _, _ in head]
-    names = list(dict.fromkeys(name for times in samples for name in times))
+    samples = [times_of(row) | times_of(row, named) for row, _, _ in head]
+    dates = list(dict.fromkeys(name for times in samples for name in times))
+    names = dates if named is None else [named]
+    if clock := finest(names, samples, unit, dates):
+        return clock
     # A field that most rows have counts even if others lack it, or have no time in it: these
     # rows are left out.
-    return finest(names, samples, unit) or next(
-        (name for name in names if 2 * sum(name in times for times in samples) > len(head)),
-        None,
-    )
+    counts = {name: sum(name in times for times in samples) for name in names}
+    field = next((name for name, count in counts.items() if 2 * count > len(head)), None)
+    return None if field is None else Clock(field, unit)
 
 
 def _likely_times(head: list[Exchange]) -> list[str]:

@@ -76,6 +76,8 @@ _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reason
 _LENGTHS = re.compile("tok|len|ctx|context|prompt|gen|compl|in|out", re.IGNORECASE)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
+# Thousands in some languages.
+_GROUPED = re.compile(r"[1-9]\d{0,2}\.000", re.ASCII)
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 _LETTERS = re.compile(r"[^\W\d]")
@@ -300,22 +302,22 @@ class _Reading:
             any(getattr(options, role) for role in _CLOSED)
             or any(_usual(role, names) for role in found)
         )
-        candidates = find_times(tuple(names)) if options.time is None else [options.time]
+        usual = find_times(tuple(names))
+        candidates = usual if options.time is None else [options.time]
         base = options.columns(table, next(iter(candidates), None), closed=self.closed)
         self._failures = table.failures
-        used = dict.fromkeys([*candidates, *base.values(), *self._failures])
+        used = dict.fromkeys([*candidates, *usual, *base.values(), *self._failures])
         rows = table.rows([*dict.fromkeys([*base.values(), *used])])
         head = list(islice(rows, HEAD))
         if not head:
             msg = f"{options.path}: no rows after the header"
             raise InputError(msg)
-        if len(candidates) > 1 and (
-            best := finest(candidates, [row.fields for row in head], unit)
-        ):
-            base["time"] = best
+        clock = finest(candidates, [row.fields for row in head], unit, usual)
+        if clock is not None:
+            base["time"] = clock.name
         self.columns = base
         self._rows: Iterable[Row] = chain(head, rows)
-        self._clock = self._time_clock(unit)
+        self._clock = self._time_clock(clock or Clock(base.get("time", ""), unit))
         self._order: TimeOrder | None = None
         ends = find_times(tuple(names), ENDS)
         # A name without a unit has that of the arrivals.
@@ -491,10 +493,9 @@ class _Reading:
             starts[label] = next(drawn)
         return starts[label]
 
-    def _time_clock(self, unit: str | None) -> Clock:
-        """Return the clock of the arrivals."""
-        name, wait = self.columns.get("time", ""), self.columns.get("wait")
-        clock = Clock(name, unit)
+    def _time_clock(self, clock: Clock) -> Clock:
+        """Return the clock of the arrivals, whose unit may be that of waits."""
+        wait = self.columns.get("wait")
         wait_unit = None if wait is None else _unit_of(wait)
         if self.closed and wait_unit is not None:
             clock.assumed, clock.reason = wait_unit, f"as {wait!r} is"
@@ -525,7 +526,7 @@ class _Reading:
         rows = [row for row in head if self._fault(row) is None]
         rows.sort(key=self._turn)
         if when is not None:
-            rows.sort(key=lambda row: self._clock.read(row.fields.get(when)) or 0)
+            rows.sort(key=lambda row: self._clock.time_of(row.fields) or 0)
         for row in rows:
             label = _label(row, columns.get("session"))
             prefix, input_tokens = (
@@ -590,6 +591,9 @@ def _tokens(row: Row, name: str, least: int) -> int:
     match = _COUNT.fullmatch(str(value)) if type(value) in (str, float) else None
     if match is None or int(match[1]) < least:
         raise row.error(field=name, expected=f"a whole number of tokens, at least {least}")
+    if _GROUPED.fullmatch(str(value)):
+        one, thousands = match[1], f"{match[1]}000"
+        raise row.error(field=name, expected=f"{one} or {one}.0, or {thousands} if it is that")
     return int(match[1])
 
 

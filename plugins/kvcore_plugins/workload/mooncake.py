@@ -65,7 +65,7 @@ class Mooncake(FromFiles):
     Times are milliseconds; seconds if one of the first hundred has a fraction; or what their
     size tells if they count from 1970. Rows are sorted by time, and arrivals count from the
     first. The id of a request is its row, from 0. Ids of blocks are whole numbers of up to 64
-    bits, or hexadecimal texts.
+    bits, or texts of up to 128 hexadecimal digits.
 
     Source: Qin et al., Mooncake, FAST'25; Wang et al., KVCache cache in the wild, ATC'25;
     AIPerf, `docs/benchmark-modes/trace-replay.md`; Dynamo, `docs/agents/agent-tracing.md`.

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import orjson
 
 from kvcore import InputError, Request
+from kvcore.blake2 import blake2b
 from kvcore.errors import shorten
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
-_HASH = re.compile(r"(?:0[xX])?[0-9a-fA-F]{8,128}")
+_HASH = re.compile(r"(?:0[xX])?[0-9a-fA-F]{1,128}")
 _WIDE_BYTES = 16
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
@@ -65,9 +66,11 @@ class Row:
 
     def time(self, name: str, clock: Clock) -> int:
         """Return the time in ns that `clock` reads in a field."""
-        time = clock.read(self.fields.get(name))
+        time = clock.time_of(self.fields)
         if time is None:
             expected = "a number, or a time such as 2024-05-10 18:15:46.680"
+            if clock.date is not None:
+                expected = f"a time of day such as 18:15:46.680, and a date in {clock.date!r}"
             raise self.error(field=name, expected=expected)
         return time
 
@@ -108,7 +111,7 @@ class Row:
         """Return a list of block keys: integers in `[0, below)`.
 
         With `digests`, texts of 32 hexadecimal digits are keys as well, as their 16 bytes. With
-        `wide`, so are other integers of 64 bits but -1, and texts of 8 or more digits.
+        `wide`, so are other integers of 64 bits but -1, and texts of up to 128 such digits.
         """
         keys = self.fields.get(name)
         if type(keys) is not list:
@@ -123,6 +126,7 @@ class Row:
             if not integer and not digest and type(key) is not bytes:
                 expected = f"an integer from 0 to {below - 1}"
                 expected += " or 32 hexadecimal digits" if digests else ""
+                expected += " or a text of 1 to 128 hexadecimal digits" if wide else ""
                 raise self.error(field=f"{name}[{index}]", expected=expected, got=key)
         return [bytes.fromhex(key) if type(key) is str else key for key in keys]
 
@@ -175,11 +179,19 @@ class Row:
 
 
 def _wide_key(key: Any) -> Any:
-    """Return an integer beyond 63 bits or a hexadecimal text as bytes; others as they are."""
+    """Return an integer beyond 63 bits or a hexadecimal text as 16 bytes; others as they are.
+
+    Texts of one number are one key, as are `ab12` and `0x00AB12`.
+    """
     if type(key) is int and (INT64_LIMIT <= key < 2 * INT64_LIMIT or -INT64_LIMIT <= key < -1):
         return key.to_bytes(_WIDE_BYTES, "big", signed=True)
     if type(key) is str and _HASH.fullmatch(key):
-        return key.lower().removeprefix("0x").encode()
+        digits = key.lower().removeprefix("0x").lstrip("0").rjust(_WIDE_BYTES, "0").encode()
+        return (
+            digits
+            if len(digits) == _WIDE_BYTES
+            else blake2b(digits, digest_size=_WIDE_BYTES).digest()
+        )
     return key
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -13,6 +13,7 @@ from math import gcd
 from operator import le
 from typing import Any, TypeAlias, TypeVar
 
+from kvcore.errors import shorten
 from kvcore.units import INT64_LIMIT, NS_PER_S
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
@@ -59,6 +60,8 @@ _MOMENT = (
     r"(?ai)(\d{4}-?\d\d-?\d\d[T ]\d\d:?\d\d:?\d\d)(?:[.,](\d{1,30}))? ?"
     r"(Z|UTC|[+-]\d\d(?::?\d\d)?)?"
 )
+_DATE = r"(?a)(\d{4}-\d\d-\d\d)([T ]00:00(?::00(?:\.0{1,30})?)?)?"
+_TIME_OF_DAY = r"(?ai)T?(\d{1,2}:\d\d)(:\d\d)?([.,]\d{1,30})? ?(Z|UTC|[+-]\d\d(?::?\d\d)?)?"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGITS = 9
 _DAY = 24 * 3600 * NS_PER_S
@@ -97,25 +100,52 @@ def find_times(names: tuple[str, ...], usual: str = STARTS) -> list[str]:
     return [name for _, name in ordered]
 
 
-def finest(names: Sequence[str], rows: Sequence[Any], unit: str | None) -> str | None:
-    """Return the column whose times in `rows` are the finest, the first of equally fine ones.
+def finest(
+    names: Sequence[str], rows: Sequence[Any], unit: str | None, dates: Sequence[str] = ()
+) -> Clock | None:
+    """Return the clock of the column whose times in `rows` are the finest; None: none has any.
+
+    Of equally fine ones it is that of the first. A time of day counts from its date.
 
     Args:
         names: the columns.
         rows: mappings of columns to values.
         unit: the unit of times that are numbers; None: as a `Clock` finds it.
+        dates: the columns in which times of day may have their dates.
     """
-    best, least = None, 0
+    best, least = "", 0
+    unread: dict[str, str] = {}
+    dated: dict[str, str | None] = {}
     for name in names:
-        clock = Clock(name, unit)
-        times = [clock.read(row[name]) for row in rows if row.get(name) not in (None, "")]
+        clock = Clock(name, unit, date=_date_beside(name, dates, rows))
+        given = [row for row in rows if row.get(name) not in (None, "")]
+        times = {clock.time_of(row): row[name] for row in given}
+        other = times.pop(None, None)
+        # The few that are none beside dates are errors of their rows.
+        if other is not None and clock.date is None:
+            unread[name] = shorten(repr(other))
         # A column that lacks times, or has others than these, is none of times.
-        if len(times) < len(rows) * 0.9 or None in times:
+        if len(given) < len(rows) * 0.9 or name in unread:
             continue
+        dated[name] = clock.date
         step = gcd(*times)  # type: ignore[arg-type]  # tested above
-        if best is None or 0 < step < least or least == 0 < step:
+        if not best or 0 < step < least or least == 0 < step:
             best, least = name, step
-    return best
+    return Clock(best, unit, date=dated[best], unread=unread) if best else None
+
+
+def _date_beside(name: str, dates: Iterable[str], rows: Sequence[Any]) -> str | None:
+    """Return the column with the dates of the times of day in a column; None: it has others."""
+    if not _has_form(_TIME_OF_DAY, name, rows):
+        return None
+    return next((date for date in dates if _has_form(_DATE, date, rows)), None)
+
+
+def _has_form(pattern: str, name: str, rows: Sequence[Any]) -> bool:
+    """Return True if nine in ten values of a column, at least one, are texts of a form."""
+    values = [row[name] for row in rows if row.get(name) not in (None, "")]
+    fit = [type(value) is str and re.fullmatch(pattern, value.strip()) for value in values]
+    return sum(map(bool, fit)) >= max(1, 0.9 * len(fit))
 
 
 class Clock:
@@ -130,10 +160,24 @@ class Clock:
         assumed: unit of numbers that count from another moment than 1970.
         reason: why that is assumed, for the note; empty: it is known, and not noted.
         guess: the note of a unit that is a guess; empty: the unit is known.
+        date: the column with the dates of times of day; None: times are whole.
+        unread: the columns with usual names of times that have others, with one of these.
+        midnight: whether a date without a time of day was read.
     """
 
-    def __init__(self, name: str, unit: str | None = None, assumed: str = "s") -> None:
+    def __init__(
+        self,
+        name: str,
+        unit: str | None = None,
+        assumed: str = "s",
+        *,
+        date: str | None = None,
+        unread: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
+        self.date = date
+        self.unread = unread or {}
+        self.midnight = False
         self.unit = unit
         self.assumed = assumed
         self.reason = "since neither name nor size tells the unit"
@@ -144,6 +188,11 @@ class Clock:
     def factor(self) -> int:
         """Nanoseconds of the unit of numbers."""
         return self._factor or UNITS[self.assumed]
+
+    def time_of(self, fields: Mapping[str, Any]) -> int | None:
+        """Return the time of a row in ns, as `read` does, with its date if that is apart."""
+        value = fields.get(self.name)
+        return self.read(value) if self.date is None else _joined(fields.get(self.date), value)
 
     def read(self, value: Any) -> int | None:
         """Return a time in ns: a number, or a date and time of ISO 8601; None if it is none.
@@ -169,7 +218,10 @@ class Clock:
             decimal = Decimal(text)
             factor = self._factor or self._guess(int(decimal))
             return self._in_range(int((decimal * factor).to_integral_value()))
-        return moment(text)
+        instant = moment(text)
+        if instant is not None and not self.midnight:
+            self.midnight = len(text) <= len("2024-05-10")
+        return instant
 
     def _guess(self, integer: int) -> int:
         size = next((unit for least, unit in _SIZES if abs(integer) >= least), None)
@@ -194,6 +246,17 @@ def has_fraction(value: Any) -> bool:
         return False
     number = Decimal(value.strip())
     return number != number.to_integral_value()
+
+
+def _joined(date: Any, time: Any) -> int | None:
+    """Return the ns since 1970 of a date and a time of day in two texts; None for others."""
+    if type(date) is not str or type(time) is not str:
+        return None
+    day, hour = re.fullmatch(_DATE, date.strip()), re.fullmatch(_TIME_OF_DAY, time.strip())
+    if day is None or hour is None:
+        return None
+    minutes, *rest = hour.groups(default="")
+    return moment(f"{day[1]}T{minutes:0>5}{rest[0] or ':00'}{rest[1]}{rest[2]}")
 
 
 def moment(text: str) -> int | None:
@@ -272,12 +335,21 @@ class TimeOrder:
                 self.late += 1
 
     def notes(self, clock: Clock) -> list[str]:
-        """Return the notes of a guessed unit, of sorted rows, and of an implausible span.
+        """Return the notes of how times were read, of sorted rows, and of an implausible span.
 
         Args:
             clock: what has read the times.
         """
         name, notes = clock.name, [clock.guess] if clock.guess else []
+        if clock.date is not None:
+            notes.append(f"times are {clock.date!r} and {name!r} together")
+        if clock.midnight:
+            notes.append(
+                f"dates without a time of day in {name!r}: all requests of a day arrive at its "
+                "midnight"
+            )
+        for other, value in clock.unread.items():
+            notes.append(f"{other!r} is not read, since it has others than times: {value}")
         if self.late:
             notes.append(f"rows that stood after later ones, sorted by {name!r}: {self.late}")
         span = self.last - self.first

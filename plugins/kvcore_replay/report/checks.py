@@ -115,7 +115,9 @@ def _anomalies(report: RecordingReport) -> Iterator[tuple[str, str]]:
             yield anomaly, f"{count:,}"
     for gap in report.gaps:
         last = gap["first"] + gap["count"] - 1
-        yield f"missing from {gap['publisher']}", f"batches {gap['first']:,} to {last:,}"
+        publisher = gap["publisher"]
+        source = "" if publisher is None else f" from {publisher}"
+        yield f"missing{source}", f"batches {gap['first']:,} to {last:,}"
     for kind, count in report.anomalies.items():
         if count:
             yield KINDS[kind], f"{count:,}"

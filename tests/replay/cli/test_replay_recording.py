@@ -54,8 +54,10 @@ def test_gaps_restarts_and_garbage_have_rows(tmp_path):
         writer.gap(1, 2, 0)
         writer.invalid_message("two frames", 0)
         writer.restart(0)
+        writer.gap(3, 1)
     rows = [" ".join(line.split()) for line in run(path).stdout.splitlines()]
     assert "missing from 0 batches 1 to 2" in rows
+    assert "missing batches 3 to 3" in rows
     assert "restarts 1" in rows
     assert "garbage 1" in rows
     assert "removals of blocks that were not there 1" in rows
