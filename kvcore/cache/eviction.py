@@ -31,8 +31,10 @@ class EvictionPolicy(Plugin):
             neither on the time, nor on `requester`, nor on how many blocks a span has left. A
             simulation may then evict the blocks of the next steps of a batch at once. The
             cache reads it from the class itself: a subclass may decide otherwise.
-        by_release: whether the victim is the unpinned span of lowest `released_order`. The core
-            in C tells such a policy of releases at its end alone; read as `fixed_order`.
+        by_release: whether the victim is the unpinned span of lowest `released_order`, and
+            `on_pin`, `on_release` and `on_remove` do nothing but keep that order. The core in C
+            then keeps it, calls `on_release` alone, of the spans that are left at its end, and
+            sets no `requester`. Read as `fixed_order`.
         blocks, block_size: size of the pool in blocks and of a block in tokens, set by
             `attach`.
         requester: id of the request that needs the blocks of the next victim.

@@ -16,7 +16,7 @@ from kvcore.cache.span import Span
 from kvcore.histogram import borders
 from kvcore.native import library
 from kvcore.plugins import find_override
-from kvcore.request import NO_HINTS, KeyPrefix, Request
+from kvcore.request import NO_HINTS, Request
 
 
 @once
@@ -24,7 +24,7 @@ def core() -> Any | None:
     """Return the library, which knows the classes of the cache; None: it is not used."""
     native = library()
     if native is not None:
-        native.bind(Span, Request, KeyPrefix, NO_HINTS, borders())
+        native.bind(Span, Request, NO_HINTS, borders())
     return native
 
 

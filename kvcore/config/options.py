@@ -88,6 +88,8 @@ class Option(NamedTuple):
         Raises:
             InputError: a value that the option cannot have; begins with its name.
         """
+        if self.optional and value in (Spec("none"), {"name": "none"}):
+            value = "none"
         try:
             read = convert(value, Literal[self.choices] if self.choices else self.type)
         except InputError as error:

@@ -42,17 +42,13 @@ typedef __int128 i128; /* picoseconds: their sums pass 2^63 after 106 days */
     X(id) X(arrival) X(prompt_tokens) X(output_tokens) X(keys) X(key_tokens) X(tenant) X(slo)     \
     X(retention) X(hints) X(session) X(after) X(output_keys)
 
-#define PREFIX_SLOTS(X) X(path) X(view)
-
 #define OFFSET(name) Py_ssize_t name;
 typedef struct { PyTypeObject *type; SPAN_SLOTS(OFFSET) } SpanSlots;
 typedef struct { PyTypeObject *type; REQUEST_SLOTS(OFFSET) } RequestSlots;
-typedef struct { PyTypeObject *type; PREFIX_SLOTS(OFFSET) } PrefixSlots;
 #undef OFFSET
 
 extern SpanSlots span_slots;
 extern RequestSlots request_slots;
-extern PrefixSlots prefix_slots; /* of `KeyPrefix` */
 
 static inline PyObject **slot(PyObject *object, Py_ssize_t offset)
 {

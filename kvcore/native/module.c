@@ -204,7 +204,7 @@ static int find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 }
 
 PyDoc_STRVAR(bind_doc,
-"bind(span, request, prefix, hints, borders)\n--\n\n"
+"bind(span, request, hints, borders)\n--\n\n"
 "Use these classes, whose slots are read and written in place, the hints of a request without any,\n"
 "and the borders of buckets of a histogram.");
 
@@ -212,24 +212,23 @@ static PyObject *bind(PyObject *module, PyObject *arguments)
 {
     PyObject *hints, *borders;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!OO!", &PyType_Type, &span_slots.type, &PyType_Type,
-                          &request_slots.type, &PyType_Type, &prefix_slots.type, &hints,
-                          &PyList_Type, &borders)
+    if (!PyArg_ParseTuple(arguments, "O!O!OO!", &PyType_Type, &span_slots.type, &PyType_Type,
+                          &request_slots.type, &hints, &PyList_Type, &borders)
         || histogram_borders(borders) < 0)
         return NULL;
     put(&no_hints, Py_NewRef(hints));
-#define FIND(name) || find_slot(type, #name, &slots->name) < 0
-#define FIND_ALL(slots_of, NAMES)                                                                 \
-    do {                                                                                          \
-        __typeof__(slots_of) *slots = &slots_of;                                                  \
-        PyTypeObject *type = slots->type;                                                         \
-        if (0 NAMES(FIND))                                                                        \
-            return NULL;                                                                          \
-        Py_INCREF(type);                                                                          \
-    } while (0)
-    FIND_ALL(span_slots, SPAN_SLOTS);
-    FIND_ALL(request_slots, REQUEST_SLOTS);
-    FIND_ALL(prefix_slots, PREFIX_SLOTS);
+#define FIND(name) || find_slot(slots->type, #name, &slots->name) < 0
+    {
+        SpanSlots *slots = &span_slots;
+        if (0 SPAN_SLOTS(FIND))
+            return NULL;
+    }
+    {
+        RequestSlots *slots = &request_slots;
+        if (0 REQUEST_SLOTS(FIND))
+            return NULL;
+    }
+    Py_INCREF(span_slots.type), Py_INCREF(request_slots.type);
     Py_RETURN_NONE;
 }
 
@@ -241,9 +240,8 @@ PyDoc_STRVAR(replay_doc,
 "they are kept, and the first request that is left to Python, or None.");
 
 PyDoc_STRVAR(like_doc,
-"request_like(pattern, own, id, arrival, prefix, first)\n--\n\n"
-"Return the request `pattern` with another id, time of arrival and keys, which are not checked:\n"
-"those of the array `prefix`, and as many as the array `own` has, from `first` on.");
+"request_like(pattern, id, arrival, keys)\n--\n\n"
+"Return the request `pattern` with another id, time of arrival and keys, which are not checked.");
 
 PyDoc_STRVAR(json_doc,
 "json_request(names, pattern, factor, line, id)\n--\n\n"

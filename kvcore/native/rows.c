@@ -96,35 +96,14 @@ static PyObject *copy_request(PyObject *pattern, PyObject *id, PyObject *keys)
     return request;
 }
 
-/* Return the `KeyPrefix` of a path: the keys of `prefix`, and as many as `own` has, from `first`
- * on. Both are arrays. */
-static PyObject *longer_path(PyObject *prefix, PyObject *own, i64 first)
-{
-    PyObject *path = PySequence_Concat(prefix, own);
-    PyObject *view = path ? PyMemoryView_FromObject(path) : NULL;
-    PyObject *keys = view ? prefix_slots.type->tp_alloc(prefix_slots.type, 0) : NULL;
-    if (keys) {
-        *slot(keys, prefix_slots.path) = Py_NewRef(path);
-        *slot(keys, prefix_slots.view) = Py_NewRef(view);
-        Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
-        i64 *end = (i64 *)((char *)buffer->buf + buffer->len);
-        for (i64 n = PyObject_Size(own); n > 0; n--)
-            *(end - n) = first++;
-    }
-    Py_XDECREF(path), Py_XDECREF(view);
-    return keys;
-}
-
 PyObject *request_like(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
     (void)module;
-    i64 first = count == 6 ? PyLong_AsLongLong(arguments[5]) : -1;
-    if (first < 0)
-        return PyErr_Format(PyExc_TypeError, "give a pattern, keys, an id, an arrival, keys, a key");
-    PyObject *keys = longer_path(arguments[4], arguments[1], first);
-    PyObject *request = keys ? copy_request(arguments[0], arguments[2], keys) : NULL;
+    if (count != 4)
+        return PyErr_Format(PyExc_TypeError, "give a pattern, an id, an arrival and keys");
+    PyObject *request = copy_request(arguments[0], arguments[1], Py_NewRef(arguments[3]));
     if (request)
-        put(slot(request, request_slots.arrival), Py_NewRef(arguments[3]));
+        put(slot(request, request_slots.arrival), Py_NewRef(arguments[2]));
     return request;
 }
 

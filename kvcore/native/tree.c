@@ -8,7 +8,6 @@
 
 SpanSlots span_slots;
 RequestSlots request_slots;
-PrefixSlots prefix_slots;
 
 PyObject *big_int(i128 value)
 {
@@ -165,13 +164,6 @@ PyObject *key_at(PyObject *keys, i64 place)
         return NULL;
     if (PyList_CheckExact(keys) && (size_t)place < (size_t)PyList_GET_SIZE(keys))
         return Py_NewRef(PyList_GET_ITEM(keys, place));
-    if (PyMemoryView_Check(keys)
-        && !(((PyMemoryViewObject *)keys)->flags & _Py_MEMORYVIEW_RELEASED)) {
-        const Py_buffer *view = PyMemoryView_GET_BUFFER(keys);
-        if (view->ndim == 1 && view->itemsize == 8 && *view->format == 'q'
-            && (size_t)place < (size_t)view->shape[0])
-            return PyLong_FromLongLong(*(i64 *)((char *)view->buf + place * view->strides[0]));
-    }
     return PySequence_GetItem(keys, place);
 }
 
@@ -575,8 +567,8 @@ static int check_key_tokens(Tree *t, PyObject *request)
 static PyObject *block_keys(Tree *t, PyObject *request)
 {
     PyObject *keys = FIELD(request, keys), *slice = NULL;
-    if (keys && Py_TYPE(keys) == prefix_slots.type)
-        Py_SETREF(keys, Py_XNewRef(there(*slot(keys, prefix_slots.view))));
+    if (keys && strcmp(Py_TYPE(keys)->tp_name, "KeyPrefix") == 0)
+        Py_SETREF(keys, get(keys, "view"));
     if (!keys || t->stride == 1)
         return keys;
     PyObject *first = PyLong_FromLongLong(t->stride - 1);

@@ -134,8 +134,8 @@ class Batcher:
         self.server = server
         self._cache = cache
         self._tiers = cache.tiers
-        self._scheduler = CheckedScheduler(scheduler)
-        self._scheduler.call("attach", scheduler.attach, server)
+        CheckedScheduler(scheduler).call("attach", scheduler.attach, server)
+        self._scheduler = CheckedScheduler(scheduler)  # as `attach` leaves it
         self._batch = batch
         self._allocator = allocator
         allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling

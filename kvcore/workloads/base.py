@@ -275,8 +275,8 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
             done = min(checked_paths.get(id(keys.path), (None, 0))[1], count - 1)
             if count > done + 1:
                 checked_paths[id(keys.path)] = keys.path, count
-            last = keys[done - 1] if done else root
-            keys = keys.view[done:].tolist()
+            if done:
+                keys, last = keys.view[done:].tolist(), keys[done - 1]
         before = [last, *keys[:-1]]
         # In C, since every run does it: a key keeps its first parent.
         try:

@@ -45,7 +45,7 @@ def rotation(
     """Return the size and the age at which a piece ends, as arguments of `RecordingWriter`."""
     limits: dict[str, float] = {}
     for value in values:
-        by_age = value[-2:-1].isdigit() and value[-1] in UNITS  # `5ss` is no time
+        by_age = value[:-1].strip()[-1:].isdigit() and value[-1] in UNITS  # `5ss` is no time
         name = "rotate_seconds" if by_age else "rotate_bytes"
         if name in limits:
             msg = f"{value!r} is a second {'age' if by_age else 'size'}: give one of each"

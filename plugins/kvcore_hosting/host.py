@@ -445,7 +445,7 @@ class PolicyHost:
                     self._pin(span)
                     unusable.append(span)
         finally:  # `usable` may raise
-            for span in unusable:
+            for span in () if self._dead else unusable:
                 self._unpin(span, now)
         return freed
 

@@ -180,7 +180,7 @@ class StoredBlocks:
         else:
             publisher.skip(lost)
             try:
-                publisher.publish(encode(batch))
+                publisher.publish(encode(batch, check=False))
             except Exception:
                 self.dropped += 1
                 publisher.skip(1)

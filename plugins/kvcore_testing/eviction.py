@@ -112,6 +112,25 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         assert orders[0] == orders[1], "one by one, other blocks left than at once"
         assert orders[0], "nothing was evicted"
 
+    def test_victims_leave_in_the_order_of_their_releases(self, seed: int) -> None:
+        """With `by_release`, the victim is the unpinned span that was released first."""
+        policy = self.make()
+        if "by_release" not in vars(type(policy)) or not policy.by_release:
+            pytest.skip("it does not say that victims leave in the order of releases")
+        driver = self.driver()
+        driver.run(random_steps(seed, 200, _HINTS))
+        for seq in [*driver.cache.sequences.values()]:
+            driver.cache.close(seq, driver.now)
+        tree, evicted = driver.cache.tree, 0
+        while unpinned := [span for span in tree.spans() if not span.ref_count]:
+            first = min(unpinned, key=lambda span: span.released_order)
+            assert driver.cache.eviction.victim(driver.now) is first, (
+                "another span leaves first"
+            )
+            evicted += first.end - first.start
+            tree.evict(first.end - first.start, "r", driver.now)
+        assert evicted, "nothing was evicted"
+
     def test_decisions_do_not_depend_on_block_ids(self, seed: int) -> None:
         """A pool that counts blocks and one with ids lead to the same decisions."""
         traffic = attrs.evolve(_HINTS, mix={"open": 5, "commit": 6, "close": 4, "extend": 1})

@@ -178,6 +178,18 @@ def test_victim_evicts_the_first_usable_choice():
     assert host.victims(2, now=0) == ["a", "c"]
 
 
+def test_an_error_of_the_policy_is_told_after_a_block_was_passed_over(monkeypatch):
+    """If `victim` of the policy raises, no other call of it hides the error."""
+    host = make("lru")
+    for block in "ab":
+        release(host, store(host, block))
+    victims = iter([host.eviction.victim(0)])
+    monkeypatch.setattr(host.eviction, "victim", lambda _now: next(victims))
+    monkeypatch.setattr(host.eviction, "on_release", dict.__getitem__)
+    with pytest.raises(PolicyError, match=r"in victim\(\)"):
+        host.victim(lambda _block: False, now=0)
+
+
 def test_victim_first_evicts_below_a_dropped_block():
     """`victim` first evicts a usable block below a dropped one."""
     host = make("lru")

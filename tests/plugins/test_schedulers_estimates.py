@@ -87,10 +87,13 @@ def test_predictions_come_from_the_workload_first():
 
 
 def test_a_text_that_ends_at_the_longest_sequence_is_no_longer():
-    """The true length is that of the text, which ends where the server takes no more tokens."""
-    scheduler, job = make(SRPT(), output_tokens=5000)
-    job.output_tokens = 7
-    assert scheduler.expected(job) == 7
+    """True and predicted lengths end where the server takes no more tokens."""
+    for kind in ("true", "predicted"):
+        scheduler, job = make(
+            SRPT(length=kind), output_tokens=5000, predicted_output_tokens=4000
+        )
+        job.output_tokens = 7
+        assert scheduler.expected(job) == 7
 
 
 def expected(scheduler, ids=range(1000), output=10**6):

@@ -399,6 +399,7 @@ class _Recording:
 
     def cleared(self, now: int) -> None:
         """Record that all chunks were dropped."""
+        self._left.clear()
         self._recorder.cleared(now)
 
     def _records(self, key: OffloadKey) -> bool:

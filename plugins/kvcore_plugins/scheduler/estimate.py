@@ -87,7 +87,9 @@ class Estimating(Scheduler):
         if self.length == "true" or not true:
             return true
         if request.predicted_output_tokens is not None:
-            return max(request.predicted_output_tokens, 1)
+            predicted = max(request.predicted_output_tokens, 1)
+            # A limit of the server ends a text that is shorter than asked for.
+            return min(predicted, true) if true < request.output_tokens else predicted
         # Independent of the order of calls. Rounded: libm's last bits differ between machines.
         random = Random(f"{self.seed}/{self.name}/{request.id!r}")  # noqa: S311 - no secret
         return max(round(true * exp(self.error * random.gauss(0, 1))), 1)

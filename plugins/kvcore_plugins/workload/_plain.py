@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -41,30 +40,25 @@ def csv_reader(order: tuple[int, int, int], key_tokens: int) -> Reader | None:
 
 
 def request_maker(
-    prompt_tokens: int, output_tokens: int, key_tokens: int, own: int
-) -> Callable[[int, int, array[int], int], Request]:
-    """Return what makes requests of these lengths, each with `own` keys of its own.
+    prompt_tokens: int, output_tokens: int, key_tokens: int
+) -> Callable[[int, int, Sequence[int]], Request]:
+    """Return what makes requests of these lengths, of an id, a time of arrival and keys.
 
-    It takes an id, a time of arrival, the keys of a prefix and the first of its own keys, which
-    the others count on from. In C a request is a copy of the first one, whose lengths alone are
-    checked.
+    In C a request is a copy of the first one, whose lengths alone are checked.
     """
 
-    def request(name: int, arrival: int, prefix: array[int], first: int) -> Request:
+    def request(name: int, arrival: int, keys: Sequence[int]) -> Request:
         return Request(
             id=name,
             arrival=arrival,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
-            keys=[*prefix, *range(first, first + own)],
+            keys=keys,
             key_tokens=key_tokens,
         )
 
     native = core()
-    if native is None:
-        return request
-    none = array("q")
-    return partial(native.request_like, request(0, 0, none, 0), array("q", [0]) * own)
+    return request if native is None else partial(native.request_like, request(0, 0, ()))
 
 
 def _pattern(key_tokens: int) -> Request:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from functools import lru_cache
-from itertools import accumulate, count, repeat
+from itertools import accumulate, count, islice, repeat
 from random import Random
 from typing import ClassVar
 
@@ -83,9 +82,11 @@ class Zipf(Workload):
         # Popular prefixes come again soon; their keys are the same objects in each request.
         kept = _KEPT_KEYS // max(1, self._shared_keys)
         prefix_keys = lru_cache(maxsize=kept)(self._prefix_keys)
-        request = request_maker(prompt, self.output_tokens, self.key_tokens, own)
-        shared = map(prefix_keys, self._popular())
-        return map(request, range(self.requests), self._arrivals(), shared, count(fresh, own))
+        request = request_maker(prompt, self.output_tokens, self.key_tokens)
+        draws = zip(self._arrivals(), self._popular(), strict=False)
+        for serial, (arrival, prefix) in enumerate(islice(draws, self.requests)):
+            yield request(serial, arrival, [*prefix_keys(prefix), *range(fresh, fresh + own)])
+            fresh += own
 
     @property
     def size(self) -> int:
@@ -98,9 +99,9 @@ class Zipf(Workload):
         full, rest = divmod(self.prefix_tokens, self.key_tokens)
         return full + (rest > 0 and self.suffix_tokens == 0)
 
-    def _prefix_keys(self, prefix: int) -> array[int]:
+    def _prefix_keys(self, prefix: int) -> list[int]:
         """Return the keys that a prefix determines: a block's level is its last token's."""
-        shared, keys = self._shared_keys, array("q")
+        shared, keys = self._shared_keys, list[int]()
         for level in range(1, self.levels + 1):
             end = self.prefix_tokens * level // self.levels // self.key_tokens
             end = shared if level == self.levels else end

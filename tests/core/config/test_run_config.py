@@ -45,7 +45,8 @@ def test_slos_and_plugins_are_read_from_tables():
     config = RunConfig(slo={"ttft": 1.5}, scheduler={"name": "srpt", "preemptive": False})
     assert config.slo == SLO(ttft_ns=1_500_000_000)
     assert config.scheduler == Spec("srpt", {"preemptive": "false"})
-    assert RunConfig(retention={"name": "none"}).retention is None
+    for name in ("retention", "autoscale"):
+        assert getattr(RunConfig(**{name: {"name": "none"}}), name) is None
 
 
 def test_standard_input_is_no_path_in_a_file(tmp_path):

@@ -48,6 +48,22 @@ class Closed(FCFS):
         return StepPlan()
 
 
+class Bound(SRPT):
+    """A scheduler that decides in `attach` whether it preempts."""
+
+    def attach(self, server):
+        """Preempt where the server has a limit."""
+        super().attach(server)
+        self.preemptive = True
+
+
+def test_a_scheduler_is_read_as_attach_leaves_it():
+    """A scheduler that becomes preemptive when it is attached pauses jobs."""
+    requests = [ask(0, output=50), ask(1, 1, output=2)]
+    run = serve(requests, scheduler=Bound(preemptive=False), max_seqs=1)
+    assert run.sum("pauses") == 1
+
+
 @pytest.mark.parametrize(
     ("prompt", "limits", "time"),
     [(4, {}, 10), (400, {"max_tokens": 4}, 1510)],

@@ -491,7 +491,7 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate': size 'x': exp
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 5sm | size '5sm': expected
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --reconnect 40000 | 'reconnect' must be <= 32767
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 400m | give 400000000 or more
-record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1h --rotate 90s | '90s' is a second age: give
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 h' --rotate 90s | '90s' is a second age
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate': must be above 0
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | size '1 GiX': expected
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout': time 'x'
