@@ -173,9 +173,9 @@ class BatchNumbers:
         """
         seq, time = batch.seq if seq is None else seq, batch.time
         publisher = publisher_of(batch, publisher)
+        state = self._publishers.setdefault(publisher, _Progress())
         if seq is None:
             return True, None, publisher
-        state = self._publishers.setdefault(publisher, _Progress())
         if state.next is not None and seq < state.next:
             if time is None or state.time is None or time <= state.time:
                 self.replayed += 1

@@ -175,12 +175,12 @@ class KvEvents(FromFiles):
 
     def _stored(
         self, losses: _Losses
-    ) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
+    ) -> Iterator[tuple[BlockStored | PagesStored, int, Any, tuple[int, int]]]:
         """Yield the runs stored in the first tier and the group; count in `losses` what lacks.
 
         With each come its time in ns, its stream (the publisher, the source, the rank, and its
-        restarts), and the number of gaps and restarts before it. If all are of other groups,
-        that is an InputError.
+        restarts), and the numbers of gaps and restarts before it, of its publisher and of none
+        that is named. If all are of other groups, that is an InputError.
         """
         from kvcore_events.model import BlockStored, PagesStored  # noqa: PLC0415 - a slow import
         from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
@@ -196,7 +196,8 @@ class KvEvents(FromFiles):
                 groups.add(self.group if event.group is None else event.group)
                 tiers = {block.medium for block in event.blocks()}
                 if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
-                    yield event, now, stream, losses.breaks[item.publisher]
+                    breaks = losses.breaks[item.publisher], losses.breaks[None]
+                    yield event, now, stream, breaks
 
         if groups and self.group not in groups:
             others = ", ".join(map(str, sorted(groups)))

@@ -120,17 +120,19 @@ def test_incremental_reports_are_refused(full):
         full(batch(stored(1, 2)), batch(stored(3, parent=1)))
 
 
+@pytest.mark.parametrize("numbers", [(0, 2), (None, None)])
+@pytest.mark.parametrize("publisher", [0, None])
 @pytest.mark.parametrize("what", ["gap", "restart"])
-def test_a_run_after_a_gap_is_no_incremental_report(tmp_path, what):
+def test_a_run_after_a_gap_is_no_incremental_report(tmp_path, what, publisher, numbers):
     """After a gap or a restart a run below a block in the middle of a request is ignored.
 
-    A request goes on after a gap, and not after a restart.
+    A request goes on after a gap, and not after a restart. Either may be of any publisher.
     """
     path = tmp_path / "r.jsonl"
     with RecordingWriter(path) as recording:
-        recording.batch(batch(stored(1, 2)), 0, 0)
-        recording.gap(1, 1, 0) if what == "gap" else recording.restart(0)
-        recording.batch(batch(stored(3, parent=1), stored(4, parent=2)), 2, 0)
+        recording.batch(batch(stored(1, 2)), numbers[0], 0)
+        recording.gap(1, 1, publisher) if what == "gap" else recording.restart(publisher)
+        recording.batch(batch(stored(3, parent=1), stored(4, parent=2)), numbers[1], 0)
     [only] = KvEvents(path, lookups="full")
     assert only.keys == ([0, 1, 2] if what == "gap" else [0, 1])
 
