@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 import attrs
@@ -552,7 +551,7 @@ class _EngineRerun(_Rerun):
     def run(self, tick: Tick) -> RunLog:
         """Make all calls of the recording."""
         cache = cast("KVCache", self._cache)
-        return _EngineCalls(self._workload.file, cache, tick).run()
+        return _EngineCalls(self._workload, cache, tick).run()
 
 
 @attrs.define(eq=False)
@@ -581,14 +580,16 @@ class _EngineCalls:
     is needed.
 
     Args:
-        file: the recording.
-        cache: the cache; its size may differ from the engine's.
+        workload: the recording.
+        cache: the cache; its size, and that of its blocks, may differ from the engine's.
         tick: called with 1 for each request.
     """
 
-    def __init__(self, file: Path, cache: KVCache, tick: Tick) -> None:
+    def __init__(self, workload: TraceWorkload, cache: KVCache, tick: Tick) -> None:
         self._log = RunLog(cache.pool.blocks)
-        self._file, self._cache, self._tick = file, cache, tick
+        self._file, self._cache, self._tick = workload.file, cache, tick
+        # Lines count blocks of the engine; keys of its output come while a request runs.
+        self._size, self._named = workload.header.block_size, workload.recorded_keys
         self._steps = DecodeSteps()
         self._requests: dict[int | str, _RecordedRequest] = {}
         self._seqs: dict[int, tuple[_RecordedRequest, CacheSequence]] = {}
@@ -626,6 +627,7 @@ class _EngineCalls:
 
     def _request(self, event: events.Request) -> None:
         request, serial = read_request(event), len(self._requests) + 1
+        request = as_text(request) if request.id in self._named else request
         job = Job(request, serial, event.t, self._steps, request.prompt_tokens)
         self._requests[event.id] = _RecordedRequest(request, job)
         self._cache.announce(request, event.t)
@@ -634,15 +636,14 @@ class _EngineCalls:
     def _open(self, event: events.Hit | events.Miss, allocated: int) -> None:
         """Admit the request of `event`, whose table has `allocated` blocks after its hit."""
         self._admitted = None
-        record, cache, size = self._requests[event.request], self._cache, self._size
-        request = record.request
+        record, cache = self._requests[event.request], self._cache
+        request, size = record.request, cache.geometry.block_size
         hit = event.blocks if event.event == "HIT" else 0  # type: ignore[union-attr]
-        blocks = hit + allocated
+        tokens = (hit + allocated) * self._size
         # A resumed request computes the last of its earlier tokens again.
-        end = max(request.prompt_tokens, (blocks - 1) * size + 1)
+        end = max(request.prompt_tokens, tokens - self._size + 1)
         target = end if record.resumed else None
-        match = cache.match(request, event.t, target).blocks
-        first = max(0, blocks - match) * size
+        first = max(0, tokens - cache.match(request, event.t, target).blocks * size)
         seq = cache.open(request, first, event.t, resumed=record.resumed, target=target)
         if not record.resumed:
             record.job.admitted, record.job.hit = event.t, seq.hit_blocks * size
@@ -655,25 +656,23 @@ class _EngineCalls:
             self._open(self._admitted, blocks)
             return
         _, seq = self._seqs[event.seq]
-        missing = event.first + blocks - seq.blocks
+        missing = (event.first + blocks) * self._size - seq.tokens - seq.compacted
         if missing > 0:
-            self._cache.extend(seq, missing * self._size, event.t)
+            self._cache.extend(seq, missing, event.t)
 
     def _keys(self, event: events.Keys) -> None:
         record, keys = self._requests[event.request], read_keys(event.keys)
-        known, layout = record.request.output_keys, self._cache.geometry
-        ends = layout.block_keys(record.request, keys, len(known))
+        known = record.request.output_keys
         record.request = attrs.evolve(record.request, output_keys=[*known, *keys])
         for owner, seq in self._seqs.values():
             if owner is record:
-                seq.keys = [*seq.keys, *ends]
-                seq.cacheable += len(ends) * layout.ratio
+                self._cache.append_keys(seq, keys)
         if self._cache.trace is not None:
             self._cache.trace.keys(event.t, request=event.request, keys=keys)
 
     def _commit(self, event: events.Commit) -> None:
         _, seq = self._seqs[event.seq]
-        tokens = (event.first + event.blocks) * self._size - seq.computed
+        tokens = (event.first + event.blocks) * self._size - seq.position
         if tokens > 0:
             self._cache.commit(seq, tokens, event.t)
 
@@ -711,10 +710,6 @@ class _EngineCalls:
         record, seq = self._seqs.pop(event.seq)
         self._cache.close(seq, event.t, preempted=record.preempted)
         record.preempted = False
-
-    @property
-    def _size(self) -> int:
-        return self._cache.geometry.block_size
 
 
 def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:
