@@ -291,7 +291,7 @@ def whatif(
         TraceError: the trace is damaged, or cut.
     """
     changes = _changes(options)
-    prices = read_gpu_prices(gpu_price) if isinstance(gpu_price, str) else gpu_price or {}
+    prices = read_gpu_prices(gpu_price)
     price = find_price(price) if isinstance(price, str) else price
     workload = TraceWorkload(file)
     header = workload.header
