@@ -360,7 +360,7 @@ def _load(
             parts = RecordedParts(workload.file, fields, workload, {"slo": slo}, plugins)
             latency = parts.latency()
             latency.bind()
-            return _load_of_server(parts, latency, log)
+            return _load_of_server(parts, parts.served_cache(), latency, log)
     limits = (
         n * own["batching"].get("max_seqs", Batching().max_seqs)
         for n, own in replica_groups(fields)
@@ -368,14 +368,15 @@ def _load(
     return _load_fields(None, log, sum(limits))
 
 
-def _load_of_server(parts: RecordedParts, latency: LatencyModel, log: RunLog) -> dict[str, Any]:
+def _load_of_server(
+    parts: RecordedParts, cache: ServedCache, latency: LatencyModel, log: RunLog
+) -> dict[str, Any]:
     """Return the fields about load and queue of a run of one server, as its result does."""
     load = None
     if parts.config.drafter is None:
         tokens = parts.blocks * parts.geometry.block_size
-        forgetting = parts.config.retention is not None
         work = finished_work(log)
-        load = offered(work, parts.batching, latency, tokens, forgetting=forgetting).load()
+        load = offered(work, parts.batching, latency, tokens, forgetting=cache.forgets).load()
     return _load_fields(load, log, parts.batching.max_seqs)
 
 
@@ -532,7 +533,7 @@ class _Rerun:
         )
         if self._server is None:
             return summary
-        return attrs.evolve(summary, **_load_of_server(parts, self._server[1], log))
+        return attrs.evolve(summary, **_load_of_server(parts, cache, self._server[1], log))
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
         cache, steps = cast("KVCache", self._cache), DecodeSteps()
