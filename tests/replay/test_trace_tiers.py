@@ -5,11 +5,13 @@ from random import Random
 
 import orjson
 import pytest
+from helpers.requests import keyed
 from helpers.serving import Even
 from helpers.serving import ask as arrive
 from helpers.serving import serve as simulate_server
 from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 
+import kvcore
 from kvcore import KVCache, Request, Trace, TraceError, read_events
 from kvcore.serving import Batching, simulate
 from kvcore.trace.events import decode, find_fault
@@ -462,6 +464,18 @@ def test_blocks_equal_to_parked_ones_may_be_dropped(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_bytes(run.trace)
     assert check_trace(path).preemptions["swap"] == 1
+
+
+def test_output_that_a_retention_policy_does_not_share_is_loaded_and_not_committed(tmp_path):
+    """Under `quest` a parked answer with keys is loaded, and its blocks stay private."""
+    path = tmp_path / "trace.jsonl"
+    requests = [
+        keyed(name, (name, name + 10), 16, output_tokens=60, output_keys=[name + 20, name + 30])
+        for name in range(3)
+    ]
+    options = {"retention": "quest", "tier": "host:memory=1GiB,load=always"}
+    kvcore.simulate(requests, trace=path, blocks=12, block_size=16, **options)
+    assert check_trace(path).preemptions["swap"] > 0
 
 
 def test_every_transfer_of_an_untimed_trace_ends_at_once(tmp_path):

@@ -459,7 +459,10 @@ class TierChecker:
         self._arriving = event.seq if len(waiting) > 1 else -1
         # The last block of a parked sequence may have room for more tokens.
         parked = seq.prompt.id in tier.parked
-        upto = min(self._come - parked, seq.prompt.cacheable)
+        # Under a retention policy, blocks of an output with keys may be private (`reads_all`).
+        retained = "retention" in self._state.header.plugins
+        known = seq.prompt.lookup if retained else seq.prompt.cacheable
+        upto = min(self._come - parked, known)
         if seq.prompt.share is not None:
             upto = min(upto, seq.prompt.share)
         if self._arriving == -1 and seq.id in self._ahead:
