@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from helpers.clusters import ZIPF, record_cluster
 from helpers.traces import lines, seal
@@ -132,6 +134,20 @@ def test_a_rerun_with_options_has_the_bytes_of_such_a_run(tmp_path, asked, same)
     path, again = record(tmp_path / "trace.jsonl"), tmp_path / "again.jsonl"
     whatif(path, export=again, **asked)
     assert again.read_bytes() == record(tmp_path / "same.jsonl", **same).read_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"tier": "host:memory=20MiB"}], ids=["none", "some"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rerun_with_other_tiers_has_the_bytes_of_such_a_run(tmp_path, replicas, options):
+    """Tiers that are added, or have other slots, are in the header as those of a new run."""
+    run = partial(kvcore.simulate_cluster, replicas=2) if replicas > 1 else kvcore.simulate
+    path, again, same = (tmp_path / name for name in ("trace", "again", "same"))
+    run(ZIPF, trace=path, **{"blocks": 120} | options)
+    whatif(path, export=again, tier="host:memory=1GiB")
+    run(ZIPF, trace=same, blocks=120, tier="host:memory=1GiB")
+    assert again.read_bytes() == same.read_bytes()
+    whatif(path, export=again, block_size=32, blocks=60)
+    assert check_trace(again).complete
 
 
 def test_requests_of_a_server_can_be_run_on_two_replicas(tmp_path):
