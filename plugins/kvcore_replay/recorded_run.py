@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -151,6 +152,7 @@ class Recorded:
         header: the first line.
         log, stats: those of the run. Without a clock a request ends when it is closed.
         evicted: blocks that left the cache, for room or because they expired.
+        follows: whether a request follows another; if none does, `last_start` says nothing.
     """
 
     def __init__(
@@ -173,7 +175,8 @@ class Recorded:
         self._open: dict[int, Job] = {}
         self._resumed: set[int] = set()
         self._steps = DecodeSteps()
-        self._serial = self._started = 0
+        self._serial = 0
+        self.follows = False
         size = reader.file.stat().st_size
         self._most_requests = FREE_REQUESTS + size // BYTES_OF_REQUEST
         self._take = methods_by_event(
@@ -215,11 +218,8 @@ class Recorded:
                 f"{self._most_requests:,} requests; if you trust it, decompress it first"
             )
         if request.after is None:
-            self._started = event.t
-        elif self.log.last_start is None:
-            self.log.last_start = self._started
-        if self.log.last_start is not None:
-            self.log.last_start = max(self.log.last_start, self._started)
+            self.log.last_start = max(self.log.last_start or 0, event.t)
+        self.follows |= request.after is not None
         slo = request.slo or self.log.slo
         job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
         job.output_tokens = self._caps.output(event)
@@ -334,12 +334,17 @@ class RecordedLives:
     @property
     def stats(self) -> CacheStats:
         """The counts of the caches, in the order in which a result adds them."""
-        return CacheStats.sum(life.stats for lives in self._lives for life in lives)
+        return CacheStats.sum(life.stats for life in chain(*self._lives))
 
     @property
     def evicted(self) -> int:
         """Blocks that left the caches, for room or because they expired."""
-        return sum(life.evicted for lives in self._lives for life in lives)
+        return sum(life.evicted for life in chain(*self._lives))
+
+    @property
+    def follows(self) -> bool:
+        """Whether a request follows another."""
+        return any(life.follows for life in chain(*self._lives, [self._refused]))
 
     def take(self, event: events.Event) -> None:
         """Apply a line. O(1), or O(keys) of a request.
@@ -465,4 +470,6 @@ def verified_log(
         )
         raise TraceError(msg)
     assert recorded is not None  # a complete trace has a header
+    if not recorded.follows:
+        recorded.log.last_start = None
     return recorded

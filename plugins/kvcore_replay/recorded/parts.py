@@ -206,7 +206,7 @@ class RecordedParts(RunParts):
         fields.pop("tiers", None)
         # Tiers, which the cache describes, come after what they are below.
         above = ("model", "device", "recompute", *SPLIT)
-        below = {"tiers": []} if self.config.tier else {}
+        below: dict[str, Any] = {"tiers": []} if self.config.tier else {}
         fields = {name: fields[name] for name in above if name in fields} | below | fields
         if self.redeployed:
             fields |= {n: v for n, v in super().header().items() if n in fields}
