@@ -141,8 +141,6 @@ class KVCache:
             plugins.append(self.retention)
         for plugin in plugins:  # all of them, before one is in use
             plugin.check_unused()
-        for plugin in plugins:
-            plugin.bind()
         try:
             self.eviction.attach(blocks, block_size)
         except FAILURES as error:
@@ -166,6 +164,8 @@ class KVCache:
                 blocks=blocks,
                 plugins={plugin.kind: describe(plugin) for plugin in plugins},
             )
+        for plugin in plugins:  # the trace may have been refused
+            plugin.bind()
 
     # Reading.
 

@@ -348,8 +348,8 @@ class CacheStats(Record):
         compacted_tokens, compacted_blocks: tokens and blocks that they removed from tables.
         deferred_compactions: compactions that were put off, since blocks were missing.
         lost_tokens: upper bound of the tokens that could not hit because blocks hit as a
-            whole: the tokens of a prompt after its last full block, without its last token,
-            for prompts of which all full blocks have hit.
+            whole: what the last block of a prompt holds without the last token, for prompts
+            of which all blocks before it have hit.
         looked_up: requests with at least one lookup block.
         ratio_sum: the sum of their hit ratios.
     """

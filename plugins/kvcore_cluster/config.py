@@ -238,8 +238,8 @@ def _life(parts: RunParts) -> Callable[[Recorder | None], dict[str, Any]]:
     def build(trace: Recorder | None) -> dict[str, Any]:
         arguments = parts.arguments(trace)
         if trace is not None:
-            of_all = ("workload", "seed")
-            header = {k: v for k, v in parts.header().items() if k not in of_all}
+            known = ("workload", "seed", "tiers")  # of all replicas, and of the cache
+            header = {k: v for k, v in parts.header().items() if k not in known}
             trace.describe(**header)
         return arguments
 

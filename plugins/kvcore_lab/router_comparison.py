@@ -30,7 +30,7 @@ from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.cells import CellRun, Task, WorkloadCache, named_replicas
 from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
-from kvcore_replay.gpu_cost import Cost, gpus_of
+from kvcore_replay.gpu_cost import Cost, gpus_of, read_gpu_prices
 from kvcore_replay.untimed import replay, replay_groups, replay_pools
 
 if TYPE_CHECKING:
@@ -188,6 +188,7 @@ def compare_routers(
         InputError: no router, or an option or workload that is not valid.
         PluginError: a plugin cannot be used here, or a simulation failed.
     """
+    own = read_gpu_prices(gpu_price)
     given = given_workload(workload)  # to a grid, a list is one of alternatives
     workload = workload if given is None else given
     if "router" in options:
@@ -235,7 +236,7 @@ def compare_routers(
     for task, axes in pairs:
         result, text = results[task.digest], axes["replicas"]
         tokens_s = result["throughput_tokens_s"]
-        cost = Cost.for_gpus(result[GPUS], gpu_price or {}, tokens_s)
+        cost = Cost.for_gpus(result[GPUS], own, tokens_s)
         prices |= {} if cost is None else dict.fromkeys(cost.prices.split("; "))
         rows.append(_row(axes, result, shared[text], cost))
     return RouterComparison(

@@ -207,6 +207,7 @@ class MooncakeRows:
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the rows. Memory: one line."""
+        self.rows, self.left_out = 0, Counter()
         reader = read_events(self.trace)
         generated = TraceWorkload(self.trace).generated
         for line in ticked(reader, self.tick):

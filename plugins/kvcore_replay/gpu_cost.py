@@ -59,14 +59,20 @@ had it on the days in the table. Prices change: give those that you pay.
 """
 
 
-def read_gpu_prices(text: str) -> dict[str, float]:
+def read_gpu_prices(given: str | Mapping[str, float] | None) -> dict[str, float]:
     """Return dollars an hour by device, from text such as `h100=2.5,b200=5`, or `2.5` for all.
+
+    Those of a mapping are checked as well, and devices named as the catalogue does; None: none.
 
     Raises:
         InputError: an unknown device, no price of 0 or more, or two prices of a device.
     """
+    if isinstance(given, str):
+        pieces = given.split(",")
+    else:
+        pieces = [f"{name}={usd}" if name else f"{usd}" for name, usd in (given or {}).items()]
     prices: dict[str, float] = {}
-    for piece in text.split(","):
+    for piece in pieces:
         name, equals, amount = piece.rpartition("=")
         try:
             usd = float(amount)
@@ -77,7 +83,7 @@ def read_gpu_prices(text: str) -> dict[str, float]:
             raise InputError(msg)
         device = find_device(name).name if equals else ANY
         if device in prices:
-            msg = f"{text!r}: two prices of {device or 'all devices'}: leave out one of them"
+            msg = f"{given!r}: two prices of {device or 'all devices'}: leave out one of them"
             raise InputError(msg)
         prices[device] = usd
     return prices

@@ -26,7 +26,7 @@ class PriceModel:
     """The prices of an API for tokens, and its rules for caching them.
 
     The first tokens of a prompt are read from the cache as far as an earlier prompt had the
-    same ones, at most `ttl` seconds ago. Each use renews the time.
+    same ones, less than `ttl` seconds ago. Each use renews the time.
 
     Attributes:
         name, provider: the model and its provider; empty for prices of one's own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -155,6 +156,7 @@ class Recorded:
         rows: the rows of `log` that it has finished, with a clock.
         handed: of requests that it has prefilled for another replica: the arrival (ns), and
             tokens of the prompt, of those that hit or were loaded, and of the output here.
+        follows: whether a request follows another; if none does, `last_start` says nothing.
     """
 
     def __init__(
@@ -179,7 +181,8 @@ class Recorded:
         self._open: dict[int, Job] = {}
         self._resumed: set[int] = set()
         self._steps = DecodeSteps()
-        self._serial = self._started = 0
+        self._serial = 0
+        self.follows = False
         size = reader.file.stat().st_size
         self._most_requests = FREE_REQUESTS + size // BYTES_OF_REQUEST
         self._take = methods_by_event(
@@ -221,11 +224,8 @@ class Recorded:
                 f"{self._most_requests:,} requests; if you trust it, decompress it first"
             )
         if request.after is None:
-            self._started = event.t
-        elif self.log.last_start is None:
-            self.log.last_start = self._started
-        if self.log.last_start is not None:
-            self.log.last_start = max(self.log.last_start, self._started)
+            self.log.last_start = max(self.log.last_start or 0, event.t)
+        self.follows |= request.after is not None
         slo = request.slo or self.log.slo
         job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
         job.output_tokens = self._caps.output(event)
@@ -348,6 +348,11 @@ class RecordedLives:
     def evicted(self) -> int:
         """Blocks that left the caches, for room or because they expired."""
         return sum(life.evicted for lives in self.lives for life in lives)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a request follows another."""
+        return any(life.follows for life in chain(*self.lives, [self._refused]))
 
     def take(self, event: events.Event) -> None:
         """Apply a line. O(1), or O(keys) of a request.
@@ -475,4 +480,6 @@ def verified_log(
         )
         raise TraceError(msg)
     assert recorded is not None  # a complete trace has a header
+    if not recorded.follows:
+        recorded.log.last_start = None
     return recorded

@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from fractions import Fraction
 from itertools import chain
 from operator import add
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 import attrs
@@ -294,7 +293,7 @@ def whatif(
         TraceError: the trace is damaged, or cut.
     """
     changes = _changes(options)
-    prices = read_gpu_prices(gpu_price) if isinstance(gpu_price, str) else gpu_price or {}
+    prices = read_gpu_prices(gpu_price)
     price = find_price(price) if isinstance(price, str) else price
     workload = TraceWorkload(file)
     header = workload.header
@@ -367,7 +366,7 @@ def _load(
             parts = RecordedParts(*options)
             latency = parts.latency()
             latency.bind()
-            return _load_of_server(parts, latency, log)
+            return _load_of_server(parts, parts.served_cache(), latency, log)
     load = None
     if isinstance(recorded, RecordedLives):
         from kvcore_replay.recorded.cluster import RecordedCluster  # noqa: PLC0415 - of several
@@ -398,25 +397,28 @@ def _load_of_replicas(parts: RecordedCluster, recorded: RecordedLives) -> float 
             )
             ended = came, prompts, [*map(add, hits, loaded)], outputs
             work: list[Any] = [ended, list(zip(*life.handed, strict=True)) or ([],) * 4]
-            total += _offered(own, latency, work).work
+            total += _offered(own, own.served_cache(), latency, work).work
     came = [*chain.from_iterable(came for came, *_ in finished_work(log))]
     span = max(came, default=0) - min(came, default=0)
     return Offered(total, len(came), span).load(len(recorded.lives))
 
 
-def _load_of_server(parts: RecordedParts, latency: LatencyModel, log: RunLog) -> dict[str, Any]:
+def _load_of_server(
+    parts: RecordedParts, cache: ServedCache, latency: LatencyModel, log: RunLog
+) -> dict[str, Any]:
     """Return the fields about load and queue of a run of one server, as its result does."""
     load = None
     if parts.config.drafter is None:
-        load = _offered(parts, latency, finished_work(log)).load()
+        load = _offered(parts, cache, latency, finished_work(log)).load()
     return _load_fields(load, log, parts.batching.max_seqs)
 
 
-def _offered(parts: RunParts, latency: LatencyModel, work: Iterable[Work]) -> Offered:
+def _offered(
+    parts: RunParts, cache: ServedCache, latency: LatencyModel, work: Iterable[Work]
+) -> Offered:
     """Return what the requests of a server offer."""
     tokens = parts.blocks * parts.geometry.block_size
-    forgetting = parts.config.retention is not None
-    return offered(work, parts.batching, latency, tokens, forgetting=forgetting)
+    return offered(work, parts.batching, latency, tokens, forgetting=cache.forgets)
 
 
 def _load_fields(load: float | None, log: RunLog, max_seqs: int) -> dict[str, Any]:
@@ -572,7 +574,7 @@ class _Rerun:
         )
         if self._server is None:
             return summary
-        return attrs.evolve(summary, **_load_of_server(parts, self._server[1], log))
+        return attrs.evolve(summary, **_load_of_server(parts, cache, self._server[1], log))
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
         cache, steps = cast("KVCache", self._cache), DecodeSteps()
@@ -591,7 +593,7 @@ class _EngineRerun(_Rerun):
     def run(self, tick: Tick) -> RunLog:
         """Make all calls of the recording."""
         cache = cast("KVCache", self._cache)
-        return _EngineCalls(self._workload.file, cache, tick).run()
+        return _EngineCalls(self._workload, cache, tick).run()
 
 
 @attrs.define(eq=False)
@@ -620,14 +622,16 @@ class _EngineCalls:
     is needed.
 
     Args:
-        file: the recording.
-        cache: the cache; its size may differ from the engine's.
+        workload: the recording.
+        cache: the cache; its size, and that of its blocks, may differ from the engine's.
         tick: called with 1 for each request.
     """
 
-    def __init__(self, file: Path, cache: KVCache, tick: Tick) -> None:
+    def __init__(self, workload: TraceWorkload, cache: KVCache, tick: Tick) -> None:
         self._log = RunLog(cache.pool.blocks)
-        self._file, self._cache, self._tick = file, cache, tick
+        self._file, self._cache, self._tick = workload.file, cache, tick
+        # Lines count blocks of the engine; keys of its output come while a request runs.
+        self._size, self._named = workload.header.block_size, workload.recorded_keys
         self._steps = DecodeSteps()
         self._requests: dict[int | str, _RecordedRequest] = {}
         self._seqs: dict[int, tuple[_RecordedRequest, CacheSequence]] = {}
@@ -665,6 +669,7 @@ class _EngineCalls:
 
     def _request(self, event: events.Request) -> None:
         request, serial = read_request(event), len(self._requests) + 1
+        request = as_text(request) if request.id in self._named else request
         job = Job(request, serial, event.t, self._steps, request.prompt_tokens)
         self._requests[event.id] = _RecordedRequest(request, job)
         self._cache.announce(request, event.t)
@@ -673,15 +678,14 @@ class _EngineCalls:
     def _open(self, event: events.Hit | events.Miss, allocated: int) -> None:
         """Admit the request of `event`, whose table has `allocated` blocks after its hit."""
         self._admitted = None
-        record, cache, size = self._requests[event.request], self._cache, self._size
-        request = record.request
+        record, cache = self._requests[event.request], self._cache
+        request, size = record.request, cache.geometry.block_size
         hit = event.blocks if event.event == "HIT" else 0  # type: ignore[union-attr]
-        blocks = hit + allocated
+        tokens = (hit + allocated) * self._size
         # A resumed request computes the last of its earlier tokens again.
-        end = max(request.prompt_tokens, (blocks - 1) * size + 1)
+        end = max(request.prompt_tokens, tokens - self._size + 1)
         target = end if record.resumed else None
-        match = cache.match(request, event.t, target).blocks
-        first = max(0, blocks - match) * size
+        first = max(0, tokens - cache.match(request, event.t, target).blocks * size)
         seq = cache.open(request, first, event.t, resumed=record.resumed, target=target)
         if not record.resumed:
             record.job.admitted, record.job.hit = event.t, seq.hit_blocks * size
@@ -694,25 +698,23 @@ class _EngineCalls:
             self._open(self._admitted, blocks)
             return
         _, seq = self._seqs[event.seq]
-        missing = event.first + blocks - seq.blocks
+        missing = (event.first + blocks) * self._size - seq.tokens - seq.compacted
         if missing > 0:
-            self._cache.extend(seq, missing * self._size, event.t)
+            self._cache.extend(seq, missing, event.t)
 
     def _keys(self, event: events.Keys) -> None:
         record, keys = self._requests[event.request], read_keys(event.keys)
-        known, layout = record.request.output_keys, self._cache.geometry
-        ends = layout.block_keys(record.request, keys, len(known))
+        known = record.request.output_keys
         record.request = attrs.evolve(record.request, output_keys=[*known, *keys])
         for owner, seq in self._seqs.values():
             if owner is record:
-                seq.keys = [*seq.keys, *ends]
-                seq.cacheable += len(ends) * layout.ratio
+                self._cache.append_keys(seq, keys)
         if self._cache.trace is not None:
             self._cache.trace.keys(event.t, request=event.request, keys=keys)
 
     def _commit(self, event: events.Commit) -> None:
         _, seq = self._seqs[event.seq]
-        tokens = (event.first + event.blocks) * self._size - seq.computed
+        tokens = (event.first + event.blocks) * self._size - seq.position
         if tokens > 0:
             self._cache.commit(seq, tokens, event.t)
 
@@ -750,10 +752,6 @@ class _EngineCalls:
         record, seq = self._seqs.pop(event.seq)
         self._cache.close(seq, event.t, preempted=record.preempted)
         record.preempted = False
-
-    @property
-    def _size(self) -> int:
-        return self._cache.geometry.block_size
 
 
 def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:

@@ -29,23 +29,36 @@ def test_prices_are_of_known_devices_with_source_and_day():
         ("h100=2.5,b200=5", {"h100": 2.5, "b200": 5}),
         ("2", {"": 2}),
         ("3,H200=4", {"": 3, "h200": 4}),
+        (
+            {"": 3, "H200": 4, "h100:memory=84.9GB": 5},
+            {"": 3, "h200": 4, "h100:memory=84.9GB": 5},
+        ),
+        (None, {}),
     ],
 )
-def test_prices_are_read_from_text(text, prices):
-    """Text has a price for each device, and one for all others."""
+def test_prices_are_read_from_text_or_a_mapping(text, prices):
+    """A text or a mapping has a price for each device, and one for all others."""
     assert read_gpu_prices(text) == prices
 
 
-@pytest.mark.parametrize("text", ["", "h100", "h100=", "h100=x", "h100=-1", "=2", "inf", "nan"])
-def test_text_that_is_no_price_is_refused(text):
-    """Text without a price is an error that shows an example."""
+@pytest.mark.parametrize(
+    "text",
+    ["", "h100", "h100=", "h100=x", "h100=-1", "=2", "inf", "nan", {"h100": -3}, {"": True}],
+)
+def test_what_is_no_price_is_refused(text):
+    """What is no price is an error that shows an example."""
     with pytest.raises(InputError, match=r"such as h100=2\.5,b200=5"):
         read_gpu_prices(text)
 
 
 @pytest.mark.parametrize(
     ("text", "device"),
-    [("h100=2,H100=3", "h100"), ("2.5,3", "all devices"), ("2,h100=3,h100=3", "h100")],
+    [
+        ("h100=2,H100=3", "h100"),
+        ("2.5,3", "all devices"),
+        ("2,h100=3,h100=3", "h100"),
+        ({"h100": 2, "H100": 3}, "h100"),
+    ],
 )
 def test_two_prices_of_a_device_are_refused(text, device):
     """Which of two prices holds is not guessed."""
@@ -166,7 +179,7 @@ def test_a_sweep_has_costs_in_each_row(tmp_path):
 
 def test_routers_have_costs():
     """Each router has the cost of the cluster, and of a million tokens under it."""
-    found = compare_routers(ZIPF, "round-robin", 2, gpu_price={"h100": 1.5}, tensor_parallel=1)
+    found = compare_routers(ZIPF, "round-robin", 2, gpu_price={"H100": 1.5}, tensor_parallel=1)
     (row,) = found.rows
     assert row.usd_per_day == 72
     assert row.usd_per_million_output_tokens > 0

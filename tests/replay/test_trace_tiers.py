@@ -3,14 +3,18 @@
 from functools import partial
 from random import Random
 
+import attrs
 import orjson
 import pytest
+from helpers.requests import keyed
 from helpers.serving import Even
 from helpers.serving import ask as arrive
 from helpers.serving import serve as simulate_server
 from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 
+import kvcore
 from kvcore import KVCache, Request, Trace, TraceError, read_events
+from kvcore.request import Hints
 from kvcore.serving import Batching, simulate
 from kvcore.trace.events import decode, find_fault
 from kvcore_lab.comparison import compare_policies
@@ -462,6 +466,43 @@ def test_blocks_equal_to_parked_ones_may_be_dropped(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_bytes(run.trace)
     assert check_trace(path).preemptions["swap"] == 1
+
+
+QUEST = {"retention": "quest", "blocks": 12, "block_size": 16}
+VLLM = {"like": "vllm", "eviction": "workload-aware", "blocks": 16, "block_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [
+        (
+            [(name, 0, (name, name + 10), 0, 60, [name + 20, name + 30]) for name in range(3)],
+            QUEST,
+        ),
+        ([(0, 0, (1, 2), 0, 1, ())] + [(n, 10**9, (1, 2), -8, 30, ()) for n in (1, 2)], VLLM),
+    ],
+    ids=["an answer with keys that no policy shares", "a prompt that ends within a key"],
+)
+def test_private_blocks_of_a_swapped_answer_are_parked_and_loaded(tmp_path, requests, options):
+    """What a swapped sequence has not shared is parked, and loaded without a COMMIT."""
+    path = tmp_path / "trace.jsonl"
+    asked = [
+        keyed(name, keys, 16, arrival=at, more=more, output_tokens=output, output_keys=answer)
+        for name, at, keys, more, output, answer in requests
+    ]
+    kvcore.simulate(asked, trace=path, tier="host:memory=1GiB,load=always", **options)
+    assert check_trace(path).preemptions["swap"] > 0
+
+
+def test_a_prefetch_under_a_retention_policy_commits_what_it_has_loaded(tmp_path):
+    """Blocks that are loaded ahead of a request are shared under a retention policy too."""
+    path = tmp_path / "trace.jsonl"
+    asked = [keyed(name, (name, name + 10), 16, arrival=name * 10**9) for name in range(3)]
+    again = attrs.evolve(asked[0], id=9, arrival=5 * 10**9, hints=Hints(prefetch=10**8))
+    options = {"retention": "quest", "tier": "host:memory=1GiB,load=always"}
+    kvcore.simulate([*asked, again], trace=path, blocks=4, block_size=16, **options)
+    assert check_trace(path).tiers[0]["loads"] > 0
+    assert any(line["event"] == "PREFETCH" for line in lines(path))
 
 
 def test_every_transfer_of_an_untimed_trace_ends_at_once(tmp_path):

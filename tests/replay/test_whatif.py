@@ -344,10 +344,13 @@ def test_overload_of_a_closed_loop_is_the_same_in_a_run_and_in_its_trace(tmp_pat
 @pytest.mark.parametrize("retention", ["full", "window:tokens=512", "quest"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_configuration_of_a_rerun_is_the_recorded_one(tmp_path, retention, replicas):
-    """Both runs name the same retention policy, and none that changes nothing."""
+    """Both runs name the same retention policy, if it changes something, and have one load."""
     path = tmp_path / "trace.jsonl"
     run = partial(kvcore.simulate_cluster, replicas=2) if replicas > 1 else kvcore.simulate
-    run("zipf:requests=5", retention=retention, blocks=900, trace=path)
+    result = run("zipf:requests=5", retention=retention, blocks=900, trace=path)
     found = whatif(path)
     assert found.recorded.config == found.rerun.config
+    if replicas == 1:
+        loads = {run.offered_load for run in (found.recorded, found.rerun)}
+        assert loads == {result.summary()["offered_load"]}
     assert ("retention" in found.rerun.config) is (retention != "full")

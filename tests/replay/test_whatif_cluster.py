@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from helpers.clusters import ZIPF, record_cluster
+from helpers.requests import keyed
 from helpers.traces import lines, seal
 
 import kvcore
 from kvcore import InputError
+from kvcore.units import NS_PER_S
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.simulate import simulate_cluster
 from kvcore_pages.playback import Playback
 from kvcore_replay.check.trace import check_trace
-from kvcore_replay.recorded_run import recorded_run
+from kvcore_replay.recorded_run import recorded_run, verified_log
 from kvcore_replay.state.replicas import ServerReader
 from kvcore_replay.what_if import whatif
 
@@ -147,6 +151,36 @@ def test_a_rerun_with_options_has_the_bytes_of_such_a_run(tmp_path, asked, same)
     path, again = record(tmp_path / "trace.jsonl"), tmp_path / "again.jsonl"
     whatif(path, export=again, **asked)
     assert again.read_bytes() == record(tmp_path / "same.jsonl", **same).read_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"tier": "host:memory=20MiB"}], ids=["none", "some"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rerun_with_other_tiers_has_the_bytes_of_such_a_run(tmp_path, replicas, options):
+    """Tiers that are added, or have other slots, are in the header as those of a new run."""
+    run = partial(kvcore.simulate_cluster, replicas=2) if replicas > 1 else kvcore.simulate
+    path, again, same = (tmp_path / name for name in ("trace", "again", "same"))
+    run(ZIPF, trace=path, **{"blocks": 120} | options)
+    whatif(path, export=again, tier="host:memory=1GiB")
+    run(ZIPF, trace=same, blocks=120, tier="host:memory=1GiB")
+    assert again.read_bytes() == same.read_bytes()
+    whatif(path, export=again, block_size=32, blocks=60)
+    assert check_trace(again).complete
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_last_conversation_begins_on_any_replica(tmp_path, replicas):
+    """A trace tells when the last conversation began, wherever it and its turns were served."""
+    path, after = tmp_path / "trace.jsonl", {"after": 0, "think_time": 2 * NS_PER_S}
+    turns = [
+        (0, 0, {"session": "a"}),
+        (1, 1, {"session": "b"}),
+        (2, 2, {"session": "a"} | after),
+    ]
+    requests = [keyed(n, (n,), 16, arrival=s * NS_PER_S, **more) for n, s, more in turns]
+    kvcore.simulate_cluster(requests, replicas=replicas, router="round-robin", trace=path)
+    assert verified_log(path, None).log.last_start == NS_PER_S
+    kvcore.simulate_cluster(requests[:2], replicas=replicas, trace=path)
+    assert verified_log(path, None).log.last_start is None
 
 
 def test_requests_of_a_server_can_be_run_on_two_replicas(tmp_path):

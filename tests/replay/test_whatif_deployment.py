@@ -70,7 +70,7 @@ def test_costs_of_clusters_are_those_of_all_replicas(path):
     found = whatif(path, replicas=3, gpu_price={"h100": 1})
     assert (found.recorded.cost["usd_per_hour"], found.rerun.cost["usd_per_hour"]) == (4, 12)
     several = [{"count": 2, "tensor_parallel": 2}, {"device": "b200", "tensor_parallel": 1}]
-    found = whatif(path, replicas=several, gpu_price={"h100": 1, "b200": 3})
+    found = whatif(path, replicas=several, gpu_price={"H100": 1, "b200": 3})
     assert found.rerun.cost["usd_per_hour"] == 2 * 2 + 3
     found = whatif(path, device="memory=141GB,bandwidth=4.8TB,flops=989T")
     assert found.rerun.cost is None

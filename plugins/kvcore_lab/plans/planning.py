@@ -44,7 +44,7 @@ from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
 from kvcore_lab.sweep.grid import CLUSTER_AXES, Grid
 from kvcore_lab.sweep.journal import Journal
 from kvcore_replay.gpu_cost import COLUMNS as COSTS
-from kvcore_replay.gpu_cost import Cost
+from kvcore_replay.gpu_cost import Cost, read_gpu_prices
 
 T = TypeVar("T")
 
@@ -283,6 +283,7 @@ def plan(
     if not isinstance(percentile, Real) or not 0 < percentile <= 100:  # noqa: PLR2004
         msg = f"percentile {percentile!r}: give a percentage above 0 and up to 100"
         raise InputError(msg)
+    prices = read_gpu_prices(gpu_price)
     (max_gpus,) = _numbers("max_gpus", [max_gpus])
     degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
@@ -299,7 +300,7 @@ def plan(
     planner.add(cells, counts, adds_host=tier is None)
     with nullcontext() if journal is None else journal() as planner.journal:
         plans = planner.plan(counts, policies, progress or silent)
-    return attrs.evolve(plans, gpu_price=gpu_price or {})
+    return attrs.evolve(plans, gpu_price=prices)
 
 
 def _check_options(grid: Grid) -> None:

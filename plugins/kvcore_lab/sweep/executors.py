@@ -38,7 +38,7 @@ from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_al
 from kvcore_plugins.host import cpus
 from kvcore_replay.belady import Belady
 from kvcore_replay.gpu_cost import COLUMNS as COSTS
-from kvcore_replay.gpu_cost import row_cost
+from kvcore_replay.gpu_cost import read_gpu_prices, row_cost
 
 Row: TypeAlias = dict[str, Any]
 """A row of the results, by the names of its columns."""
@@ -360,9 +360,11 @@ def sweep(
         gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
 
     Raises:
+        InputError: a price that is none, or of no device.
         PluginError: the executor cannot be used here.
         StorageError: the journal cannot be written.
     """
+    prices = read_gpu_prices(gpu_price)
     axes = {task.digest: row for task, row in zip(plan.tasks, plan.rows, strict=True)}
     columns = dict.fromkeys(RESULTS[plan.grid.mode])
     known = {
@@ -394,7 +396,7 @@ def sweep(
         result = known.get(task.digest, columns)
         rows.append(row | {name: result[name] for name in shown})
         if plan.grid.mode == "simulate":
-            cost = row_cost({**row, **result}, gpu_price or {})
+            cost = row_cost({**row, **result}, prices)
             rows[-1] |= dict.fromkeys(COSTS) if cost is None else cost.columns()
     if plan.grid.mode == "compare":
         _add_shares(rows)

@@ -389,7 +389,9 @@ class TierChecker:
             violated(f"request {event.request!r} is not swapped out here")
         self._must_not_rest(event.request)
         seq = self._state.sequence(swap.seq)
-        shared = min(tier.directory.match(seq.prompt.keys), seq.span.end)
+        # A prompt may end within a key; generated blocks that follow it there are not shared.
+        shared = min(seq.span.end, seq.prompt.cacheable)
+        shared = min(tier.directory.match(seq.prompt.keys), shared)
         if event.first != shared or not shared < end <= seq.blocks:
             violated(
                 f"sequence {seq.id} has {seq.blocks} blocks; {shared} of them are shared, and "
@@ -459,10 +461,14 @@ class TierChecker:
         self._arriving = event.seq if len(waiting) > 1 else -1
         # The last block of a parked sequence may have room for more tokens.
         parked = seq.prompt.id in tier.parked
-        upto = min(self._come - parked, seq.prompt.cacheable)
+        # Under a retention policy, blocks of an output with keys may be private (`reads_all`).
+        ahead = seq.id in self._ahead  # of a path alone: it has no output
+        retained = not ahead and "retention" in self._state.header.plugins
+        known = seq.prompt.lookup if retained else seq.prompt.cacheable
+        upto = min(self._come - parked, known)
         if seq.prompt.share is not None:
             upto = min(upto, seq.prompt.share)
-        if self._arriving == -1 and seq.id in self._ahead:
+        if self._arriving == -1 and ahead:
             self._ahead[seq.id] = upto
         if self._arriving == -1 and self._shares and upto > seq.span.end:
             self._owed = seq.id, upto

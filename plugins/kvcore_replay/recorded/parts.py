@@ -203,11 +203,11 @@ class RecordedParts(RunParts):
         fields = {name: value for name, value in self._header.items() if name not in known}
         if self.slo is None:
             fields.pop("slo", None)
-        if not self.config.tier:
-            fields.pop("tiers", None)
-        # Tiers come after what they are below.
+        fields.pop("tiers", None)
+        # Tiers, which the cache describes, come after what they are below.
         above = ("model", "device", "recompute", *SPLIT)
-        fields = {name: fields[name] for name in above if name in fields} | fields
+        below: dict[str, Any] = {"tiers": []} if self.config.tier else {}
+        fields = {name: fields[name] for name in above if name in fields} | below | fields
         if self.redeployed:
             fields |= {n: v for n, v in super().header().items() if n in fields}
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}

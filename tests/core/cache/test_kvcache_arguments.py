@@ -13,6 +13,7 @@ from kvcore import (
     PolicyError,
     Request,
     ScoreEviction,
+    Trace,
 )
 from kvcore.request import Retention
 from kvcore_lab.comparison import compare_policies
@@ -33,12 +34,16 @@ def test_the_time_defaults_to_that_of_the_last_call():
     assert cache.probe(ask("ab")) == 1
 
 
-def test_a_cache_that_is_refused_leaves_its_plugins_unused():
-    """A policy can be used if the cache was refused because of another plugin."""
+def test_a_cache_that_is_refused_leaves_its_plugins_unused(tmp_path):
+    """A policy can be used if the cache was refused because of another plugin, or its trace."""
     policy, index = LRU(), Radix()
     make(8, prefix=index)
     with pytest.raises(InputError, match="prefix plugin 'radix' is in use already"):
         make(8, policy, prefix=index)
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        make(8, trace=trace)
+        with pytest.raises(InputError, match="every cache needs a Trace of its own"):
+            make(8, policy, trace=trace)
     assert make(8, policy).eviction is policy
 
 
