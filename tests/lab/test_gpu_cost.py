@@ -46,7 +46,7 @@ def test_prices_are_read_from_text_or_a_mapping(text, prices):
     ["", "h100", "h100=", "h100=x", "h100=-1", "=2", "inf", "nan", {"h100": -3}, {"": True}],
 )
 def test_what_is_no_price_is_refused(text):
-    """What is no price is an error that shows an example."""
+    """A text that is no price is an error that shows an example."""
     with pytest.raises(InputError, match=r"such as h100=2\.5,b200=5"):
         read_gpu_prices(text)
 

@@ -484,7 +484,7 @@ VLLM = {"like": "vllm", "eviction": "workload-aware", "blocks": 16, "block_size"
     ids=["an answer with keys that no policy shares", "a prompt that ends within a key"],
 )
 def test_private_blocks_of_a_swapped_answer_are_parked_and_loaded(tmp_path, requests, options):
-    """What a swapped sequence has not shared is parked, and loaded without a COMMIT."""
+    """Blocks that a swapped sequence does not share are parked, and loaded without a COMMIT."""
     path = tmp_path / "trace.jsonl"
     asked = [
         keyed(name, keys, 16, arrival=at, more=more, output_tokens=output, output_keys=answer)
