@@ -186,8 +186,9 @@ class ReplicaLoop(ServingLoop):
 
         The blocks that a jump takes while it is under way are counted as its steps begin.
         """
+        # Not by `available_blocks`, which has the slots of windows in it: they are fewer.
         blocks = self.cache.pool.blocks
-        used = blocks - self.cache.available_blocks
+        used = blocks - self.cache.pool.free_blocks - self.cache.unpinned_blocks
         elapsed_ps = now * PS_PER_NS - self.clock_ps
         if self._ahead is not None and elapsed_ps > 0:
             steps, times = self._ahead

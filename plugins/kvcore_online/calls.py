@@ -143,24 +143,24 @@ class Call:
         return len(self.prompts) * self.choices
 
     def requests(
-        self, block_size: int, salt: str | None, *, publish: bool
+        self, key_tokens: int, salt: str | None, *, publish: bool
     ) -> Iterator[SampledRequest]:
         """Yield a request for each answer, prompt by prompt; the id of each is 0. O(tokens).
 
         Args:
-            block_size: tokens of a block.
+            key_tokens: tokens of a key.
             salt: the salt of the call as the trace may show it.
             publish: whether generated blocks are shared.
         """
         for tokens in self.prompts:
-            keys = block_keys(tokens.tolist(), block_size, salt=salt)
+            keys = block_keys(tokens.tolist(), key_tokens, salt=salt)
             for choice in range(self.choices):
                 yield SampledRequest(
                     id=0,
                     prompt_tokens=len(tokens),
                     output_tokens=self.output,
                     keys=keys,
-                    key_tokens=block_size,
+                    key_tokens=key_tokens,
                     salt=salt,
                     priority=self.priority,
                     tokens=tokens,

@@ -39,7 +39,8 @@ def _counts(
     """Yield what a server counts."""
     log, batcher, stats = loop.log, loop.batcher, cache.stats
     blocks = cache.pool.blocks
-    used = (blocks - cache.available_blocks) / blocks
+    # `available_blocks` has the slots of windows in it, which are fewer.
+    used = (blocks - cache.pool.free_blocks - cache.unpinned_blocks) / blocks
     ends = {f'{{{name},end="{end}"}}': number for end, number in log.requests.items()}
     yield "kvcore:requests_total", COUNTER, "Requests by how they ended.", ends
     dropped = 0 if stored is None else stored.dropped

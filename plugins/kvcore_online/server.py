@@ -508,7 +508,7 @@ class Server:
             salt = self._names.name("salt", salt)
         # Cache groups do not learn keys of generated blocks while a request runs.
         publish = not self.cache.grouped
-        size = self.cache.geometry.block_size
+        size = self.cache.geometry.key_tokens
         return call, list(call.requests(size, salt, publish=publish))
 
     async def _read(self, http: web.Request, read: Callable[[dict[str, Any]], T]) -> T:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kvcore.errors import InputError
+from kvcore.errors import InputError, PluginError
 from kvcore.serving import StepWork
 from kvcore_lab.measured.calibration import fit_latency
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
@@ -193,5 +193,5 @@ def test_a_model_that_cannot_be_fitted_is_refused(fit):
 def test_without_scipy_the_extra_is_named(fit, monkeypatch):
     """Without scipy the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(InputError, match=r"numpy and scipy .*pip install 'kvcore\[lab\]'"):
+    with pytest.raises(PluginError, match=r"numpy and scipy .*pip install 'kvcore\[lab\]'"):
         fit(measured(TRUTH))

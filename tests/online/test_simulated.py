@@ -648,19 +648,33 @@ def test_the_trace_of_a_simulated_server_is_whole(tmp_path):
     assert kvcore.simulate(f"trace:{path}", model="llama-3.1-8b").summary()["completed"] == 12
 
 
-def test_a_model_with_cache_groups_is_served(tmp_path):
-    """A model whose layers keep different things is served in cache groups, and traced."""
-    messages = [{"role": "user", "content": "word " * 300}]
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gpt-oss-20b", {"like": "vllm:lag=0"}),
+        ("gpt-oss-20b", {"like": "sglang"}),
+        ("qwen3-next-80b-a3b", {"device": "h200"}),
+    ],
+)
+def test_a_model_with_cache_groups_is_served(tmp_path, model, options):
+    """A model whose layers keep different things is served in cache groups, and traced.
+
+    The blocks of its layers may be larger than keys, as those of states are. In the end no
+    request holds a block.
+    """
+    messages = [{"role": "user", "content": "word " * 1200}]
     config = attrs.evolve(FAST, trace=tmp_path / "groups.jsonl")
     with (
-        serving(config, simulated=True, model="gpt-oss-20b", like="vllm:lag=0") as server,
+        serving(config, simulated=True, model=model, **options) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
     ):
         cached = [
-            client.chat.completions.create(model="gpt-oss-20b", messages=messages, max_tokens=5)
+            client.chat.completions.create(model=model, messages=messages, max_tokens=5)
             .usage.prompt_tokens_details.cached_tokens
             for _ in range(2)
         ]  # fmt: skip
+        text = server_metrics(server.engine.loop, server.cache, "m", None)
+    assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.0\n' in text
     assert cached[0] == 0
     assert cached[1] > 200
     assert replay(config.trace).finished == 2

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.lazy import import_extra
 from kvcore.plugins.options import as_text
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import PS_PER_S
@@ -141,15 +142,13 @@ def fit_latency(path: Path, model: LatencyModel) -> Calibration:
 
     Raises:
         InputError: the file cannot be used, has too few rows, or leaves an option
-            undetermined, which the error names. Or the model cannot be fitted, or SciPy is
-            missing.
+            undetermined, which the error names. Or the model cannot be fitted.
+        PluginError: NumPy or SciPy is missing.
     """
-    try:
-        import numpy as np  # noqa: PLC0415
-        import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401, PLC0415
-    except ImportError as error:
-        msg = f"a calibration needs numpy and scipy ({error}): pip install 'kvcore[lab]'"
-        raise InputError(msg) from error
+    for package in ("numpy", "scipy.optimize"):
+        import_extra(package, "a calibration needs numpy and scipy", "lab")
+    import numpy as np  # noqa: PLC0415
+
     if not isinstance(model, Calibratable):
         msg = f"latency plugin {model.name!r} cannot be fitted; linear and roofline can"
         raise InputError(msg)
@@ -204,7 +203,7 @@ _ROUNDS = 50
 def _least_squares(terms: Any, fixed: Any, times: Any, lowest: Any) -> Any:
     """Return the values, none below `lowest`, with the least squared relative error."""
     import numpy as np  # noqa: PLC0415
-    from scipy.optimize import lsq_linear  # noqa: PLC0415
+    from scipy.optimize import lsq_linear  # type: ignore[import-untyped]  # noqa: PLC0415
 
     best, least = lowest, np.inf
     for shares in product(_STARTS, repeat=int(lowest.sum())):
