@@ -55,6 +55,32 @@ def test_tokens_equal_those_of_the_dynamic_cache(family, block_size):
     assert generated(model, ids, paged).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("given", ["call", "config"])
+def test_texts_without_a_cache_of_their_own_hit_their_blocks(given, options):
+    """With `use_cache=False` each step gives the whole text, and hits what the last one stored.
+
+    Fine-tuned models are often saved with it.
+    """
+    model, ids, paged = tiny("llama"), prompt(11), paged_cache(block_size=4)
+    expected = generated(model, ids, **options)
+    if given == "config":
+        model.generation_config.use_cache = False
+    else:
+        options = options | {"use_cache": False}
+    assert generated(model, ids, paged, **options).tolist() == expected.tolist()
+    assert paged.cache.stats.hit_tokens > 11
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_a_call_without_use_cache_returns_no_cache(return_dict):
+    """The output of `model(ids, use_cache=False)` has no batch, be it a tuple or not."""
+    model, paged = tiny("llama"), paged_cache()
+    with paged.attached(model):
+        output = model(prompt(5), use_cache=False, return_dict=return_dict)
+    assert len(output) == 1
+
+
 RETENTIONS = (
     "h2o:budget=8",
     "expected:budget=8,sinks=1,queries=4",

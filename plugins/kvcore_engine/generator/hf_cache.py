@@ -69,6 +69,7 @@ class PagedCache:
     _own: PagedBatch | None = attrs.field(init=False, default=None, repr=False)
     _serials: Iterator[int] = attrs.field(init=False, factory=count, repr=False)
     _is_attached: bool = attrs.field(init=False, default=False, repr=False)
+    _keeps_batch: bool = attrs.field(init=False, default=False, repr=False)
     _compactor: Compactor | None = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -125,7 +126,7 @@ class PagedCache:
                 )
             before = model.register_forward_pre_hook(self._before, with_kwargs=True)
             undo.callback(before.remove)
-            undo.callback(model.register_forward_hook(_after, with_kwargs=True).remove)
+            undo.callback(model.register_forward_hook(self._after, with_kwargs=True).remove)
             undo.callback(self._close)
             self._is_attached = True
             _ATTACHED.add(model)
@@ -208,6 +209,7 @@ class PagedCache:
         inputs = dict(zip(names, given, strict=False)) | named
         older = inputs.pop("past_key_values", None)
         batch = inputs.pop("cache", older)
+        self._keeps_batch = False
         if not isinstance(batch, PagedBatch):
             if batch is not None and batch.get_seq_length():
                 msg = (
@@ -216,6 +218,10 @@ class PagedCache:
                 )
                 raise InputError(msg)
             batch = self._fresh()
+            cached = inputs.get("use_cache")
+            if cached is None:
+                cached = getattr(model.config.get_text_config(), "use_cache", True)
+            self._keeps_batch = cached is False
         elif batch not in self._batches:
             msg = "the given batch is of another attachment: make one with paged.batch()"
             raise InputError(msg)
@@ -225,6 +231,21 @@ class PagedCache:
             "use_cache": True,
             "paged": batch,
         }
+
+    def _after(self, _: Any, __: Any, named: dict[str, Any], output: Any) -> Any:
+        """Commit the computed step; return the output as the caller is to have it.
+
+        Called by torch after every forward of the model. Without `use_cache` a caller gets no
+        cache to go on with, and gives the whole text again.
+        """
+        batch = named["paged"]
+        batch.end()
+        if not self._keeps_batch:
+            return output
+        if isinstance(output, tuple):
+            return tuple(part for part in output if part is not batch)
+        parts = {name: part for name, part in output.items() if part is not batch}
+        return type(output)(**parts)
 
     def _fresh(self) -> PagedBatch:
         """Close the batch created for the last generation, and create the next."""
@@ -240,8 +261,3 @@ def _give_back(undo: ExitStack, module: Any, name: str) -> None:
     own = {name: vars(module)[name]} if name in vars(module) else {}
     undo.callback(vars(module).update, own)
     undo.callback(vars(module).pop, name, None)
-
-
-def _after(_: Any, __: tuple[Any, ...], named: dict[str, Any], ___: Any) -> None:
-    """Commit the computed step. Called by torch after every forward of the model."""
-    named["paged"].end()

@@ -209,7 +209,9 @@ def _hints(row: Row, name: str) -> Hints:
     with suppress(InputError, TypeError):
         return Hints(**hints)
     expected = "an object of share (true, false or tokens), pin, prefetch (ns from 1 on)"
-    raise row.error(field=name, expected=f"{expected}, demote (true or false)")
+    raise row.error(
+        field=name, expected=f"{expected}, demote (true or false; no pin beside it)"
+    )
 
 
 def _retention(row: Row, name: str) -> tuple[Retention, ...]:
