@@ -340,18 +340,18 @@ class RotaryLength:
         return cls(type(model).__name__, kind, tokens)
 
     def check(self, last: int) -> None:
-        """Refuse a step whose largest position is `last`, if keys would depend on the batch.
+        """Refuse a largest position `last` at which keys would depend on their batch.
 
         Raises:
             InputError: frequencies change at this position.
         """
         if self.kind is not None and last >= self.tokens:
             msg = (
-                f"{self.model} cannot go through a paged cache beyond {self.tokens} tokens, "
-                f"and a text has {last + 1}: its rotary embedding {self.kind!r} then rotates "
-                "all keys of a batch by other frequencies, and cached K/V would be wrong; give "
-                f"shorter texts (in a run max_model_len={self.tokens}), or generate without "
-                "a paged cache"
+                f"{last + 1:,} tokens of {self.model} in a paged cache: its rotary embedding "
+                f"{self.kind!r} takes other frequencies beyond {self.tokens:,} tokens, for all "
+                "keys of a batch, so that cached K/V would be wrong; give shorter texts "
+                f"(max_model_len={self.tokens} in a run or a server), or generate without a "
+                "paged cache"
             )
             raise InputError(msg)
 

@@ -111,7 +111,8 @@ class HuggingFace(SamplingGenerator):
         return positions_of(self.network)
 
     @cached_property
-    def _rotary_length(self) -> RotaryLength:
+    def rotary_length(self) -> RotaryLength:
+        """The length up to which the model rotates keys in one way."""
         from kvcore_engine.generator._hf_model import RotaryLength  # noqa: PLC0415
 
         return RotaryLength.of(self.network)
@@ -218,7 +219,7 @@ class HuggingFace(SamplingGenerator):
             cache_argument,
         )
 
-        self._rotary_length.check(max(batch.positions))
+        self.rotary_length.check(max(batch.positions))
         device, packed = self.network.device, PackedCache(attend, self._numbers)
         with torch.no_grad():
             out = self.network(
