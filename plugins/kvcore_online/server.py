@@ -27,6 +27,7 @@ from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import MOST_VALUES, parse_json
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import tensor_executor
+from kvcore_engine.generator import HuggingFace
 from kvcore_online.calls import Call, CallReader
 from kvcore_online.engine import LiveEngine, LiveExecutor, LiveLoop, Tokens
 from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener
@@ -384,6 +385,8 @@ class Server:
             longest, limit = cache.pool.blocks * cache.geometry.block_size, "the cache"
             if batching.max_model_len is not None and batching.max_model_len <= longest:
                 longest, limit = batching.max_model_len, "max_model_len"
+            if isinstance(self._model, HuggingFace):  # Else one long call would end the server.
+                self._model.rotary_length.check(longest - 1)
             self._reader = CallReader(
                 self._model, self.model, longest, limit, answers=config.requests
             )

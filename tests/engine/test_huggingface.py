@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
-from helpers.hugging import FAMILIES, MIXED, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
+from helpers.hugging import FAMILIES, LENGTHS, MIXED, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
@@ -30,6 +30,7 @@ from kvcore import InputError, KVCache, Plugins, run  # noqa: E402
 from kvcore.engine import RaggedBatch  # noqa: E402
 from kvcore.models.spec import ModelSpec  # noqa: E402
 from kvcore.request import text_request, word_tokens  # noqa: E402
+from kvcore.serving import Batching  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # noqa: E402
 from kvcore_engine.generator import HuggingFace  # noqa: E402
 from kvcore_engine.generator import huggingface as module  # noqa: E402
@@ -454,6 +455,30 @@ def test_a_table_of_positions_bounds_a_sequence(family, positions):
     else:
         assert lengths == {0: 20, 1: 11}
         assert len(result.log.reasons) == 2
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_frequencies_that_change_with_the_length_bound_a_run(monkeypatch, kind):
+    """A text in the constant length gets its tokens alone; a longer one is refused by name."""
+    monkeypatch.setitem(FAMILIES, kind, LENGTHS[kind])
+    model, ids = tiny(kind), prompt(90)
+    expected = model.generate(ids[:, :52], do_sample=False, max_new_tokens=12)[0, 52:].tolist()
+
+    def outputs(length, **limits):
+        texts = [
+            text_request(name, ids[0, :tokens].tolist(), output=12, block_size=4)
+            for name, tokens in (("short", 52), ("long", length))
+        ]
+        return run(
+            texts, cache=KVCache(100, 4, ids=True), generator=HuggingFace(model),
+            backend="torch-cpu", dtype="fp64", **limits,
+        ).outputs  # fmt: skip
+
+    assert outputs(52) == {"short": expected, "long": expected}
+    bounded = outputs(90, batching=Batching(max_model_len=64))
+    assert bounded == {"short": expected}
+    with pytest.raises(InputError, match=f"'{kind}'.* beyond 64 tokens.*max_model_len=64"):
+        outputs(90)
 
 
 def test_tools_go_through_the_chat_template(tokenizer):

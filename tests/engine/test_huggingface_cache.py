@@ -11,6 +11,7 @@ from helpers.caches import Lines  # noqa: E402
 from helpers.hugging import (  # noqa: E402
     CACHE,
     FAMILIES,
+    LENGTHS,
     Poisoned,
     padded,
     paged_cache,
@@ -127,6 +128,20 @@ def test_a_shared_prefix_is_not_computed_again():
         found = model.generate(second, attention_mask=torch.ones_like(second), **GREEDY)
     assert found.tolist() == expected.tolist()
     assert paged.cache.stats.hit_tokens == 12
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_frequencies_that_change_with_the_length_bound_a_batch(monkeypatch, kind):
+    """A step beyond the constant length is refused before it is cached; the rest is right."""
+    monkeypatch.setitem(FAMILIES, kind, LENGTHS[kind])
+    model, paged, ids = tiny(kind), paged_cache(block_size=4), prompt(90)
+    within = ids[:, :52]
+    expected = generated(model, within)
+    for too_long, more in ((ids, 1), (within, 14)):
+        with pytest.raises(InputError, match=f"'{kind}'.* beyond 64 tokens"):
+            generated(model, too_long, paged, max_new_tokens=more)
+        assert generated(model, within, paged).tolist() == expected.tolist()
+    paged.cache.check_integrity()
 
 
 def test_blocks_hit_in_a_later_attachment():

@@ -14,6 +14,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
@@ -83,6 +84,20 @@ STATES = {
     ),
 }  # fmt: skip
 """Models with layers that keep a state."""
+
+LENGTHS = {
+    "dynamic": LlamaConfig(
+        **SIZES | {"max_position_embeddings": 64},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "longrope": Phi3Config(
+        **SIZES, original_max_position_embeddings=64, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4, "original_max_position_embeddings": 64,
+        },
+    ),
+}  # fmt: skip
+"""Models whose rotary frequencies change beyond 64 tokens."""
 
 HYBRIDS = ("mistral-window", "qwen2-mixed", "gemma3-mixed", "gpt-oss", *STATES)
 

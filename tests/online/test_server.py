@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import kvcore
 from kvcore import Span, read_events
-from kvcore.errors import PolicyError
+from kvcore.errors import InputError, PolicyError
 from kvcore.request import text_request
 from kvcore.untrusted import parse_json
 from kvcore_engine.generator import HuggingFace
@@ -826,6 +826,23 @@ def test_a_text_beyond_the_positions_of_the_model_is_refused():
         assert document["usage"]["completion_tokens"] == 6
         _, document = ask(server, "/tokenize", b'{"prompt": [5]}')
         assert document["max_model_len"] == 256
+
+
+def test_a_server_of_length_dependent_frequencies_needs_their_length(monkeypatch):
+    """No server starts that takes texts at which rotary frequencies change; a limit helps."""
+    hugging = pytest.importorskip("helpers.hugging", reason="needs transformers")
+    monkeypatch.setitem(hugging.FAMILIES, "dynamic", hugging.LENGTHS["dynamic"])
+    model = hugging.tiny("dynamic", dtype=hugging.torch.float32)
+    with (
+        pytest.raises(InputError, match=r"'dynamic'.* beyond 64 tokens.*max_model_len=64"),
+        serving(generator=HuggingFace(model)),
+    ):
+        pytest.fail("it serves")
+    with serving(generator=HuggingFace(model), max_model_len=64) as server:
+        body = json.dumps({"prompt": [5] * 90, "max_tokens": 2}).encode()
+        assert ask(server, "/v1/completions", body)[0] == 400
+        body = json.dumps({"prompt": [5] * 60, "max_tokens": 4}).encode()
+        assert ask(server, "/v1/completions", body)[0] == 200
 
 
 def test_the_trace_of_a_cache_that_is_inconsistent_stays(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import attrs
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 MATRIX = 2
 PADDING_ROWS = 2
 """Rows of a table of positions that some models leave to padding."""
+
+_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+"""The kinds of rotary embeddings whose frequencies change with the length of a batch."""
 
 IMPLEMENTATION = "kvcore"
 """The name under which transformers finds attention through a paged cache."""
@@ -305,6 +309,62 @@ def positions_of(model: PreTrainedModel) -> int | None:
     return None
 
 
+@attrs.frozen
+class RotaryLength:
+    """The length up to which a model rotates keys in one way, whatever is in their batch.
+
+    Rotary embeddings `dynamic` and `longrope` take other frequencies once a position of the
+    batch is beyond the length that the model was first trained for. Cached keys would then
+    be those of one batch, and wrong in another.
+
+    Attributes:
+        model: the name of the model's class.
+        kind: the kind of embedding, `dynamic` or `longrope`; None if there is neither.
+        tokens: the number of positions up to which frequencies are constant.
+    """
+
+    model: str
+    kind: str | None = None
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, model: Module) -> RotaryLength:
+        """Return the least length among the rotary embeddings of `model`. O(modules)."""
+        lengths = [
+            (_constant_length(module, layers, kind), kind)
+            for module in model.modules()
+            for layers, kind in _rope_kinds(module).items()
+            if kind in _LENGTH_DEPENDENT
+        ]
+        tokens, kind = min(lengths, default=(0, None))
+        return cls(type(model).__name__, kind, tokens)
+
+    def check(self, last: int) -> None:
+        """Refuse a largest position `last` at which keys would depend on their batch.
+
+        Raises:
+            InputError: frequencies change at this position.
+        """
+        if self.kind is not None and last >= self.tokens:
+            msg = (
+                f"{last + 1:,} tokens of {self.model} in a paged cache: its rotary embedding "
+                f"{self.kind!r} takes other frequencies beyond {self.tokens:,} tokens, for all "
+                "keys of a batch, so that cached K/V would be wrong; give shorter texts "
+                f"(max_model_len={self.tokens} in a run or a server), or generate without a "
+                "paged cache"
+            )
+            raise InputError(msg)
+
+
+def _constant_length(module: Module, layers: str | None, kind: str) -> int:
+    """Return the number of positions before a rotary `module` changes its frequencies."""
+    if kind == "dynamic":
+        return int(module.original_max_seq_len)  # type: ignore[arg-type]
+    parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
+    own = parameters if layers is None else parameters[layers]
+    return int(own["original_max_position_embeddings"])
+
+
 @torch.no_grad()
 def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
     """Return the rotary embedding of each layer of a `model` that is switched over.
@@ -317,7 +377,7 @@ def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
     frequencies = [
         buffer
         for module in model.modules()
-        if not {"dynamic", "longrope"} & _rope_types(module)  # These change with the length.
+        if not _LENGTH_DEPENDENT & {*_rope_kinds(module).values()}
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and "original" not in name
     ]
@@ -376,10 +436,13 @@ def _at(rotary: Rotary, key: Tensor, positions: Tensor) -> Tensor:
     return keys
 
 
-def _rope_types(module: Module) -> set[str]:
-    """Return the kinds of rotary embeddings that a module computes."""
-    types = getattr(module, "rope_type", ())
-    return {types} if isinstance(types, str) else set(dict(types).values())
+def _rope_kinds(module: Module) -> dict[str | None, str]:
+    """Return the kinds of rotary embeddings that a module computes, by the type of layers.
+
+    One for all layers has None in place of a type.
+    """
+    kinds = getattr(module, "rope_type", ())
+    return {None: kinds} if isinstance(kinds, str) else dict(kinds)
 
 
 def layer_types(model: PreTrainedModel) -> list[str]:

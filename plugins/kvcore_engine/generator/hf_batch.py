@@ -17,6 +17,7 @@ from kvcore_engine.compaction import Compactor
 from kvcore_engine.generator._hf_model import (
     AttentionCache,
     PackedCache,
+    RotaryLength,
     cache_argument,
 )
 
@@ -52,6 +53,7 @@ class PagedBatch(AttentionCache):
         self._cache = cache
         self._backend = backend
         self._body = body
+        self._rotary_length = RotaryLength.of(body)
         self._serials = serials
         self._compactor = compactor
         self._columns = 0
@@ -64,11 +66,18 @@ class PagedBatch(AttentionCache):
         """Allocate the slots of a step; return its inputs, without tokens that are cached.
 
         Raises:
-            InputError: padding cannot be left out, or this is another batch than before.
+            InputError: padding cannot be left out, this is another batch than before, or
+                rotary frequencies change at one of the positions.
             OutOfBlocks: there are too few free blocks; the batch has freed all its blocks.
         """
         try:
             real = self._real_tokens(inputs)
+            if self._rotary_length.kind is not None:  # Else no position is read from a device.
+                positions = inputs.get("position_ids")
+                end = self._columns + real.shape[1]
+                self._rotary_length.check(
+                    end - 1 if positions is None else int(positions.max())
+                )
             if not self.sequences:
                 inputs, real = self._admit(inputs, real)
             self._plan_step(real)

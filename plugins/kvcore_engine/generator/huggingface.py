@@ -29,6 +29,8 @@ from kvcore_engine.generator.sampling import SamplingGenerator
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvcore_engine.generator._hf_model import RotaryLength
 else:
     torch = LazyModule("torch", globals())
 
@@ -107,6 +109,13 @@ class HuggingFace(SamplingGenerator):
         from kvcore_engine.generator._hf_model import positions_of  # noqa: PLC0415
 
         return positions_of(self.network)
+
+    @cached_property
+    def rotary_length(self) -> RotaryLength:
+        """The length up to which the model rotates keys in one way."""
+        from kvcore_engine.generator._hf_model import RotaryLength  # noqa: PLC0415
+
+        return RotaryLength.of(self.network)
 
     @cached_property
     def rotary(self) -> tuple[Rotary | None, ...]:
@@ -200,12 +209,17 @@ class HuggingFace(SamplingGenerator):
         self._numbers = attention_numbers(kinds)
 
     def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
-        """Run the batch as one row of tokens; return the logits where it samples."""
+        """Run the batch as one row of tokens; return the logits where it samples.
+
+        Raises:
+            InputError: a position is beyond the length where rotary frequencies are constant.
+        """
         from kvcore_engine.generator._hf_model import (  # noqa: PLC0415
             PackedCache,
             cache_argument,
         )
 
+        self.rotary_length.check(max(batch.positions))
         device, packed = self.network.device, PackedCache(attend, self._numbers)
         with torch.no_grad():
             out = self.network(
