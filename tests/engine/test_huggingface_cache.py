@@ -368,9 +368,13 @@ def test_a_mask_that_hides_stored_tokens_is_refused():
 
 
 def test_attention_without_a_cache_is_refused():
-    """A call of the model's body without its paged cache raises InputError."""
+    """A call of the model's body without its paged cache raises InputError.
+
+    It says how to call the model, and what it is if that is how it was called.
+    """
     model, paged = tiny("llama"), paged_cache()
-    with paged.attached(model), pytest.raises(InputError, match="no paged cache is attached"):
+    message = r"got no paged cache: call the whole model.*does not pass the cache on"
+    with paged.attached(model), pytest.raises(InputError, match=message):
         model.model(prompt(3))
 
 
