@@ -81,7 +81,7 @@ class AttentionCache(Cache):  # type: ignore[misc]
         """Store what `update` takes; a cache whose `attention` stores does nothing."""
 
     def is_new(self, layer: int, keys: Tensor, values: Tensor) -> bool:
-        """Return whether these are what `update` took last; True only the first time."""
+        """Return whether these very tensors are what `update` took last; then forget them."""
         new, self._new = self._new, None
         return new is not None and new[0] == layer and new[1] is keys and new[2] is values
 
