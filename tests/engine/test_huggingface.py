@@ -7,9 +7,18 @@ from io import StringIO
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from helpers.hugging import FAMILIES, LENGTHS, MIXED, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
+from helpers.hugging import (  # noqa: E402
+    FAMILIES,
+    LENGTHS,
+    MIXED,
+    SIZES,
+    VOCABULARY,
+    paged_cache,
+    prompt,
+    tiny,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
@@ -398,6 +407,36 @@ def test_attention_that_no_backend_computes_is_refused(config, match):
     attend = DenseCache().attend([0], [4])
     with pytest.raises(InputError, match=match):
         advance(generator, [Text(prompt(4)[0].tolist())], [4], attend)
+
+
+def call_attached(model):
+    """Call a model that is attached to a paged cache."""
+    with paged_cache().attached(model):
+        model(prompt(9))
+
+
+def generate_attached(model):
+    """Generate with a model that is attached to a paged cache."""
+    with paged_cache().attached(model):
+        model.generate(prompt(9), do_sample=False, max_new_tokens=2)
+
+
+def serve(model):
+    """Generate with a model that is a generator."""
+    generate(loaded(HuggingFace(model), "fp32"), [Text(prompt(9)[0].tolist())], 2)
+
+
+@pytest.mark.parametrize("name", ["DiffLlama", "HrmText"])
+@pytest.mark.parametrize("use", [call_attached, generate_attached, serve])
+def test_a_layer_that_does_more_than_attend_once_is_refused(name, use):
+    """Two attentions of a layer, or K/V under another number, raise InputError by name."""
+    config_class = getattr(transformers, f"{name}Config", None)
+    model_class = getattr(transformers, f"{name}ForCausalLM", None)
+    if config_class is None or model_class is None:
+        pytest.skip(f"this version of transformers has no {name}")
+    model = model_class(config_class(**SIZES | {"num_key_value_heads": 4}, head_dim=8)).eval()
+    with pytest.raises(InputError, match=f"{name}.* cannot go through a paged cache"):
+        use(model)
 
 
 def test_a_model_without_attention_is_refused():

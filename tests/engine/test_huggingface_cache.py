@@ -26,6 +26,7 @@ from kvcore.plugins import resolve  # noqa: E402
 from kvcore.testing.dense import loaded  # noqa: E402
 from kvcore_engine.backend import TorchCPU  # noqa: E402
 from kvcore_engine.generator import HuggingFace  # noqa: E402
+from kvcore_engine.generator._hf_model import PackedCache  # noqa: E402
 from kvcore_engine.generator.hf_cache import PagedCache  # noqa: E402
 from kvcore_tiers.hierarchy import Tiers  # noqa: E402
 
@@ -409,10 +410,26 @@ def test_a_mask_that_hides_stored_tokens_is_refused():
 
 
 def test_attention_without_a_cache_is_refused():
-    """A call of the model's body without its paged cache raises InputError."""
+    """A call of the model's body without its paged cache raises InputError.
+
+    It says how to call the model, and what it is if that is how it was called.
+    """
     model, paged = tiny("llama"), paged_cache()
-    with paged.attached(model), pytest.raises(InputError, match="no paged cache is attached"):
+    message = r"got no paged cache: call the whole model.*does not pass the cache on"
+    with paged.attached(model), pytest.raises(InputError, match=message):
         model.model(prompt(3))
+
+
+@pytest.mark.parametrize(
+    ("layer", "copied", "new"), [(1, False, True), (2, False, False), (1, True, False)]
+)
+def test_new_keys_and_values_are_attended_to_once(layer, copied, new):
+    """K/V that a layer stores are new once, under its number, and as the very tensors."""
+    cache = PackedCache(lambda *_, **__: None)
+    keys, values = cache.update(torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 1)
+    attended = values.clone() if copied else values
+    assert cache.is_new(layer, keys, attended) is new
+    assert not cache.is_new(1, keys, values)
 
 
 def test_a_model_in_training_mode_is_refused():

@@ -56,6 +56,7 @@ class AttentionCache(Cache):  # type: ignore[misc]
 
     states: StepStates | None = None
     _rows: Tensor | None = None  # of a batch with padding, the tokens that are none
+    _new: tuple[int, Tensor, Tensor] | None = None  # layer, K and V, until attention
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -72,11 +73,21 @@ class AttentionCache(Cache):  # type: ignore[misc]
             rows = spread.index_copy_(0, self._rows, rows)
         return rows.view(batch, columns, *rows.shape[1:])
 
-    @abstractmethod
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it."""
+        """Take the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it."""
+        self.store(layer_idx, key_states, value_states)
+        self._new = layer_idx, key_states, value_states
+        return key_states, value_states
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store what `update` takes; a cache whose `attention` stores does nothing."""
+
+    def is_new(self, layer: int, keys: Tensor, values: Tensor) -> bool:
+        """Return whether these very tensors are what `update` took last; then forget them."""
+        new, self._new = self._new, None
+        return new is not None and new[0] == layer and new[1] is keys and new[2] is values
 
     @abstractmethod
     def attention(
@@ -109,17 +120,6 @@ class PackedCache(AttentionCache):
         self._attend = attend
         self._numbers = numbers or {}
         self.states = getattr(attend, "states", None)
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new K/V: `attention` stores it."""
-        return key_states, value_states
 
     def attention(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
@@ -157,13 +157,14 @@ def _paged_attention(
     """Attend through the cache of the step. Called by transformers in every layer.
 
     Raises:
-        InputError: no paged cache is attached, or the layer needs a kind of attention that no
-            backend computes.
+        InputError: the layer gets no paged cache, attends to other K/V than it has just stored,
+            or needs a kind of attention that no backend computes.
     """
     if paged is None:
         msg = (
-            f"{type(module).__name__} attends through kvcore, and no paged cache is attached: "
-            "call the model inside `with paged.attached(model):`"
+            f"{type(module).__name__} attends through kvcore, and got no paged cache: call the "
+            "whole model, inside `with paged.attached(model):`. If you do, the model does not "
+            "pass the cache on to its layers, and cannot go through one"
         )
         raise InputError(msg)
     wanted = [name for name in ("softcap", "position_bias") if _given(options, name)]
@@ -176,6 +177,13 @@ def _paged_attention(
         )
         raise InputError(msg + ("; call model.eval() first" if dropout else ""))
     layer: int = module.layer_idx  # type: ignore[assignment]
+    # Several attentions in a layer, or K/V under another number, would mix in the blocks.
+    if not paged.is_new(layer, key, value):
+        msg = (
+            f"{type(module).__name__} cannot go through a paged cache: a layer must attend "
+            "once, to the K/V that it has just stored under its own number"
+        )
+        raise InputError(msg)
     sinks = {} if s_aux is None else {"sink_logits": s_aux}
     out = paged.attention(
         layer, query, key, value, scale=scaling, window=sliding_window, **sinks

@@ -92,16 +92,12 @@ class PagedBatch(AttentionCache):
             self._cache.commit(sequence, tokens)
         self._columns += self._step
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the K/V of a layer's new tokens, without padding, in their slots.
 
         Both are `[batch, kv_heads, columns, width]`.
         """
-        keys, values = self._packed(key_states), self._packed(value_states)
-        self._backend.store(layer_idx, self._plan, keys, values)
-        return key_states, value_states
+        self._backend.store(layer, self._plan, self._packed(keys), self._packed(values))
 
     def attention(
         self,

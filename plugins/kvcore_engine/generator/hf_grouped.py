@@ -51,11 +51,8 @@ class GroupedBatch(PagedBatch):
         self._layers = GroupedLayers.from_groups(spec_of(model), cache.groups)
         self._numbers = attention_numbers(layer_types(model))
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new K/V: `attention` stores it."""
-        return key_states, value_states
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Do nothing: `attention` stores the K/V."""
 
     def attention(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
