@@ -291,7 +291,8 @@ def plan(
         workload = workload_given  # to a grid, a list is one of alternatives
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
     _check_options(grid)
-    cells = [cell.changed(tier=read_option("tier", tier)) for cell in grid]
+    tiers = read_option("tier", tier)
+    cells = [cell.changed(tier=tiers) for cell in grid]
     if cells[0].slo == SLO():
         msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
         raise InputError(msg)
