@@ -327,24 +327,26 @@ class RotaryLength:
 
     Attributes:
         model: the name of the model's class.
-        kind: the kind of embedding, `dynamic` or `longrope`; None if there is neither.
+        kind: the kind of embedding, `dynamic` or `longrope`.
         tokens: the number of positions up to which frequencies are constant.
     """
 
     model: str
-    kind: str | None = None
-    tokens: int = 0
+    kind: str
+    tokens: int
 
     @classmethod
-    def of(cls, model: Module) -> RotaryLength:
-        """Return the least length among the rotary embeddings of `model`. O(modules)."""
+    def of(cls, model: Module) -> RotaryLength | None:
+        """Return the least length of a `model`; None: no embedding has one. O(modules)."""
         lengths = [
             (_constant_length(module, layers, kind), kind)
             for module in model.modules()
             for layers, kind in _rope_kinds(module).items()
             if kind in _LENGTH_DEPENDENT
         ]
-        tokens, kind = min(lengths, default=(0, None))
+        if not lengths:
+            return None
+        tokens, kind = min(lengths)
         return cls(type(model).__name__, kind, tokens)
 
     def check(self, last: int) -> None:
@@ -353,7 +355,7 @@ class RotaryLength:
         Raises:
             InputError: frequencies change at this position.
         """
-        if self.kind is not None and last >= self.tokens:
+        if last >= self.tokens:
             msg = (
                 f"{last + 1:,} tokens of {self.model} in a paged cache: its rotary embedding "
                 f"{self.kind!r} takes other frequencies beyond {self.tokens:,} tokens, for all "

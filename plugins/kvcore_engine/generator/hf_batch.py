@@ -47,13 +47,14 @@ class PagedBatch(AttentionCache):
         body: Module,
         serials: Iterator[int],
         compactor: Compactor,
+        rotary_length: RotaryLength | None,
     ) -> None:
         super().__init__()
         self.sequences: list[Sequence] = []
         self._cache = cache
         self._backend = backend
         self._body = body
-        self._rotary_length = RotaryLength.of(body)
+        self._rotary_length = rotary_length
         self._serials = serials
         self._compactor = compactor
         self._columns = 0
@@ -72,7 +73,7 @@ class PagedBatch(AttentionCache):
         """
         try:
             real = self._real_tokens(inputs)
-            if self._rotary_length.kind is not None:  # Else no position is read from a device.
+            if self._rotary_length is not None:  # Else no position is read from a device.
                 positions = inputs.get("position_ids")
                 end = self._columns + real.shape[1]
                 self._rotary_length.check(

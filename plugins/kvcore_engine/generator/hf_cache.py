@@ -18,6 +18,7 @@ from kvcore.plugins import resolve
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.generator._hf_model import (
+    RotaryLength,
     cache_argument,
     dtype_of,
     layer_types,
@@ -71,6 +72,7 @@ class PagedCache:
     _is_attached: bool = attrs.field(init=False, default=False, repr=False)
     _keeps_batch: bool = attrs.field(init=False, default=False, repr=False)
     _compactor: Compactor | None = attrs.field(init=False, default=None, repr=False)
+    _rotary_length: RotaryLength | None = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check that the cache has block tables of tokens, and bind the backend."""
@@ -146,13 +148,14 @@ class PagedCache:
             msg = "no model is attached: make batches inside `with paged.attached(model):`"
             raise InputError(msg)
         backend, serials, compactor = self.backend, self._serials, self._compactor
+        length = self._rotary_length
         if isinstance(self.cache, KVCache):
             body = self._model.base_model
-            batch = PagedBatch(self.cache, backend, body, serials, compactor)
+            batch = PagedBatch(self.cache, backend, body, serials, compactor, length)
         else:
             from kvcore_engine.generator.hf_grouped import GroupedBatch  # noqa: PLC0415 - few models need it
 
-            batch = GroupedBatch(self.cache, backend, serials, compactor, self._model)
+            batch = GroupedBatch(self.cache, backend, serials, compactor, self._model, length)
         self._batches.append(batch)
         return batch
 
@@ -196,7 +199,7 @@ class PagedCache:
             from kvcore_engine.groups import group_layout  # noqa: PLC0415 - most have none
 
             self.backend.allocate(group_layout(spec, self.cache.groups, blocks, dtype))
-        self._model = model
+        self._model, self._rotary_length = model, RotaryLength.of(model.base_model)
 
     def _before(
         self, model: PreTrainedModel, given: tuple[Any, ...], named: dict[str, Any]

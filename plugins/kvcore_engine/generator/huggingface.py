@@ -111,8 +111,8 @@ class HuggingFace(SamplingGenerator):
         return positions_of(self.network)
 
     @cached_property
-    def rotary_length(self) -> RotaryLength:
-        """The length up to which the model rotates keys in one way."""
+    def rotary_length(self) -> RotaryLength | None:
+        """The length up to which the model rotates keys in one way; None: any."""
         from kvcore_engine.generator._hf_model import RotaryLength  # noqa: PLC0415
 
         return RotaryLength.of(self.network)
@@ -219,7 +219,8 @@ class HuggingFace(SamplingGenerator):
             cache_argument,
         )
 
-        self.rotary_length.check(max(batch.positions))
+        if self.rotary_length is not None:
+            self.rotary_length.check(max(batch.positions))
         device, packed = self.network.device, PackedCache(attend, self._numbers)
         with torch.no_grad():
             out = self.network(
