@@ -77,6 +77,10 @@ class Agents(Workload):
     the user thinks for 20 s to 10 min, or leaves. Each call appends to the prompt. Which tool
     is called tells when, and the end of a turn whether, the prompt returns.
 
+    Under a clock a call is sent when the one before it has been answered and the tool or the
+    user is done. `arrival`, by which replays without a clock order the calls, has a guess of
+    20 ms for each generated token.
+
     Attributes:
         sessions: number of sessions, one every 20 s on average.
         seed: seed of every random choice.
@@ -94,12 +98,13 @@ class Agents(Workload):
         systems = [list(range(1000 * tenant, 1000 * tenant + 80)) for tenant in range(6)]
         fresh = 10_000
         start = count = 0
-        coming: list[tuple[int, int, list[int], int]] = []  # (arrival, session, prompt, calls)
+        # (arrival, session, prompt, calls, the request before and the wait after its answer)
+        coming: list[tuple[int, int, list[int], int, int | None, int]] = []
         for session in range(self.sessions):
-            heappush(coming, (start, session, draw.choice(systems), draw.randrange(16)))
+            heappush(coming, (start, session, draw.choice(systems), draw.randrange(16), None, 0))
             start += draw.randrange(40 * NS_PER_S)
         while coming:
-            arrival, session, prompt, calls = heappop(coming)
+            arrival, session, prompt, calls, before, waited = heappop(coming)
             size = draw.randint(2, 60)
             keys = [*prompt, *range(fresh, fresh + size)]
             fresh += size
@@ -112,16 +117,20 @@ class Agents(Workload):
                 output_tokens=output,
                 keys=keys,
                 key_tokens=self.key_tokens,
+                session=str(session),
+                after=before,
+                think_time=waited,
                 tool=tool,
             )
-            count += 1
             if tool is not None:
                 least, longest = _TOOLS[tool]
                 wait = draw.randint(least, longest)
-                heappush(coming, (arrival + 20 * output * _MS + wait, session, keys, calls - 1))
+                arrival += 20 * output * _MS + wait
+                heappush(coming, (arrival, session, keys, calls - 1, count, wait))
             elif draw.randrange(3):
                 wait = draw.randint(20 * NS_PER_S, 600 * NS_PER_S)
-                heappush(coming, (arrival + wait, session, keys, draw.randrange(16)))
+                heappush(coming, (arrival + wait, session, keys, draw.randrange(16), count, wait))
+            count += 1
 
 
 _TOOLS = {
