@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
 from typing import ClassVar
@@ -98,10 +99,11 @@ class Agents(Workload):
         systems = [list(range(1000 * tenant, 1000 * tenant + 80)) for tenant in range(6)]
         fresh = 10_000
         start = count = 0
-        # (arrival, session, prompt, calls, the request before and the wait after its answer)
+        # (arrival, session, prompt, calls, the request before it, the wait after its answer)
         coming: list[tuple[int, int, list[int], int, int | None, int]] = []
+        push = partial(heappush, coming)
         for session in range(self.sessions):
-            heappush(coming, (start, session, draw.choice(systems), draw.randrange(16), None, 0))
+            push((start, session, draw.choice(systems), draw.randrange(16), None, 0))
             start += draw.randrange(40 * NS_PER_S)
         while coming:
             arrival, session, prompt, calls, before, waited = heappop(coming)
@@ -126,10 +128,10 @@ class Agents(Workload):
                 least, longest = _TOOLS[tool]
                 wait = draw.randint(least, longest)
                 arrival += 20 * output * _MS + wait
-                heappush(coming, (arrival, session, keys, calls - 1, count, wait))
+                push((arrival, session, keys, calls - 1, count, wait))
             elif draw.randrange(3):
                 wait = draw.randint(20 * NS_PER_S, 600 * NS_PER_S)
-                heappush(coming, (arrival + wait, session, keys, draw.randrange(16), count, wait))
+                push((arrival + wait, session, keys, draw.randrange(16), count, wait))
             count += 1
 
 
