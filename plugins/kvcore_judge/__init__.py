@@ -20,5 +20,4 @@ is measured, and why. To read, in this order::
     site.py         the workbench as a site: the page, Python for browsers, kvcore
     browser/        markup and scripts of the page, and `orjson` for its Python
     cli/            the verbs
-    data/           sessions of coding agents, with their licence
 """

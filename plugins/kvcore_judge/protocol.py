@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +158,7 @@ class Panel:
         return frozenset(stream.name for stream in self.streams if stream.workload in workloads)
 
 
-def agentic_path() -> Path:
-    """Return the path of the sessions of coding agents that come with kvcore."""
-    return Path(str(files("kvcore_judge") / "data" / "agentic_sessions.jsonl.gz"))
-
-
-AGENTIC = f"weka:path={agentic_path()}"
-"""The workload of the sessions of coding agents that come with kvcore."""
-
-TUNED: Mapping[str, frozenset[str]] = {"hazard": frozenset({"mooncake", AGENTIC})}
+TUNED: Mapping[str, frozenset[str]] = {"hazard": frozenset({"mooncake", "weka"})}
 """The workloads on which a built-in policy was tuned: its cells there are marked, and its
 headline is made of the others."""
 
@@ -186,7 +177,7 @@ def find_panel(name: str) -> Panel:
             name,
             (
                 Stream("conversation", "mooncake", timed=True),
-                Stream("agentic", AGENTIC, timed=True),
+                Stream("agentic", "weka", timed=True),
                 Stream("popular", "zipf:requests=8000,prefixes=2000,seed=1"),
                 Stream("tools", "agents:seed=1"),
                 Stream("recency", "recency:seed=1"),

@@ -51,6 +51,14 @@ def test_every_request_of_the_extract_is_read():
     assert sessions.count("trace_0620") == 6
 
 
+def test_without_a_path_the_sessions_that_come_with_kvcore_are_read():
+    """Without a path the bundled sessions are read, and a trace does not name their place."""
+    workload = Weka()
+    assert len({request.session for request in workload}) == 26
+    assert workload.options() == {"stagger": 60.0, "seed": 0}
+    assert workload.digest == "73ab12ed21261e55675ee9b1fc61bf1c"
+
+
 def test_recorded_tool_calls_are_read(read):
     """A turn that stopped to call a tool or a subagent has it as its `tool`."""
     agent = {"t": 3, "type": "subagent", "requests": [turn(0, stop="end_turn")]}

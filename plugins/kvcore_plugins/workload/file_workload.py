@@ -37,7 +37,8 @@ class FileWorkload(FromFiles):
     def digest(self) -> str:
         """The digest of the file's bytes and of the other options."""
         options = self._digested()
-        return self._file_digest(options.pop("path"), **options)
+        options.pop("path", None)
+        return self._file_digest(self.path, **options)
 
     def _digested(self) -> dict[str, Any]:
         """Return the options as they are hashed."""

@@ -14,6 +14,7 @@ import attrs
 from attrs.validators import ge, lt
 
 from kvcore import Request
+from kvcore.files import DATA, as_path
 from kvcore.request import KeyPrefix
 from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import exponential, lines
@@ -44,15 +45,17 @@ class Weka(FileWorkload):
     is `subagent` where an answer stopped to start one, and `tool_use` where to call another.
 
     Attributes:
-        path: path of the file.
+        path: path of the file; the default is the sessions that come with kvcore.
         stagger: mean seconds between the starts of two sessions; 0 starts all at once.
         seed: seed of the random starts.
     """
 
     name: ClassVar[str] = "weka"
     key_tokens: ClassVar[int] = _KEY_TOKENS
+    later_options = ("path",)
     line_fields = (("id", "block_size", "requests"),)
 
+    path: Path = attrs.field(default=DATA / "agentic_sessions.jsonl.gz", converter=as_path)
     stagger: float = attrs.field(default=60.0, converter=as_float, validator=[ge(0), lt(1e9)])
     seed: int = 0
 
