@@ -13,7 +13,7 @@ from kvcore.cache import KVCache, ServedCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
-from kvcore.files import atomic_file
+from kvcore.files import atomic_file, to_json
 from kvcore.plugins.base import find_override
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
@@ -27,6 +27,9 @@ from kvcore_engine.reads import AttentionReads
 from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
 from kvcore_plugins.latency.measured_steps import MeasuredStep
+
+OUTPUTS = "outputs.jsonl"
+"""The file of a run that `simulate` does not write."""
 
 
 @attrs.frozen(slots=False, eq=False, kw_only=True)
@@ -56,6 +59,19 @@ class RunResult(Result):
             "text_bytes": round(reads.text_bytes),
         }
         return super().summary() | {"attention_reads": read}
+
+    def write(self, directory: Path | str, **more: Any) -> None:
+        """Write the files of a simulation, and `outputs.jsonl`, the token ids of each request.
+
+        Its rows are ordered by the requests' ids, whatever a run decided, so that the files of
+        two runs are equal if their outputs are.
+        """
+        super().write(directory, **more)
+        with atomic_file(Path(directory) / OUTPUTS) as file:
+            for name in sorted(self.outputs, key=lambda name: (isinstance(name, str), name)):
+                row = {"id": name, "output_ids": self.outputs[name]}
+                line = to_json(row, f"request {name!r} cannot be written as JSON")
+                file.write(f"{line.decode()}\n")
 
     def write_acceptance(self, path: Path | str) -> None:
         """Write which drafts were accepted, for the drafter `acceptance` of simulations.

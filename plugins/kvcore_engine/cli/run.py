@@ -30,7 +30,7 @@ from kvcore_cli.report.tables import counted
 from kvcore_cli.served import opened
 from kvcore_cli.verb import Count, echo, flag_of, option, verb
 from kvcore_engine.config import OF_WORKLOADS, EngineParts
-from kvcore_engine.engine import RunResult
+from kvcore_engine.engine import OUTPUTS, RunResult
 from kvcore_engine.reads import AttentionReads
 from kvcore_plugins.drafter.measured_acceptance import write_acceptance
 from kvcore_plugins.latency.measured_steps import write_steps
@@ -142,7 +142,8 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     if acceptance is not None and engine.config.drafter is None:
         msg = "--acceptance is of drafts: give a --drafter, such as prompt-lookup"
         raise InputError(msg)
-    for path in (step_times, acceptance):
+    out = given["out"]
+    for path in (step_times, acceptance, out and out / OUTPUTS):
         if path is not None:
             refuse_overwrite(path, engine.workload.options().values())
     files = optional_file(step_times), optional_file(acceptance)

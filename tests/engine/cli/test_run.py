@@ -83,6 +83,21 @@ def test_equal_prompts_have_equal_outputs():
     assert first == second
 
 
+def test_runs_that_generate_the_same_write_equal_outputs(tmp_path):
+    """`outputs.jsonl` of `--out` is the same for other policies, and not for a coarse codec."""
+    for name, options in (
+        ("lru", ("--eviction", "lru")),
+        ("mru", ("--eviction", "mru")),
+        ("kivi", ("--codec", "kivi:bits=2")),
+    ):
+        run(SMALL, "--blocks", 64, "--block-size", 16, *options, "--out", tmp_path / name)
+    lru, mru, kivi = (
+        (tmp_path / name / "outputs.jsonl").read_text() for name in ("lru", "mru", "kivi")
+    )
+    assert lru == mru != kivi
+    assert all(json.loads(line)["output_ids"] for line in lru.splitlines())
+
+
 def test_the_report_of_prompts_has_their_outputs():
     """Without `--json` a prompt is printed with its output below."""
     (output,) = outputs("one two", tokens=3)
