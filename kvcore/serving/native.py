@@ -149,7 +149,7 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     # Where each of them is.
     for fields in state["waiting"]:
         job = jobs[fields["serial"]]
-        batcher._scheduler.call("priority", batcher.waiting.push, job, 0)
+        batcher.waiting.enter(job, 0)
     for fields in state["running"]:
         batcher.running[jobs[fields["serial"]]] = None
     for serial in state["prefilling"]:
