@@ -233,8 +233,8 @@ class Batcher:
             self._preempt_to_grow(now, allocator.finish_step)
 
     def computed(self) -> None:
-        """Record that blocks were committed."""
-        self.blocked_job = None  # it may hit more now
+        """Record that blocks were committed or freed: the job that found none may fit now."""
+        self.blocked_job = None
         self.changed = True
 
     def retire(self, job: Job) -> None:
@@ -300,8 +300,7 @@ class Batcher:
             self._allocator.close(job, now)
         if ran:
             self.ended(job, now)
-        self.blocked_job = None
-        self.changed = True
+        self.computed()
         return True
 
     def withdraw(self, job: Job, now: int) -> None:
@@ -507,9 +506,7 @@ class Batcher:
             return
         # Whether others hit the blocks before the step computes them.
         shares = decisions.shares_scheduled
-        publishes = (
-            self._decisions.publishes if shares is None else shares(job, self._state(now))
-        )
+        publishes = decisions.publishes if shares is None else shares(job, self._state(now))
         self.chunks.append((job, tokens))
         step.budget -= tokens
         if publishes:
@@ -721,8 +718,7 @@ class Batcher:
         """Prefill what is left of the prompt of a job, whose other K/V has come."""
         job.stage = PREFILL
         self.prefilling[job] = None
-        self.blocked_job = None
-        self.changed = True
+        self.computed()
 
     def _resume(self, job: Job, now: int) -> bool:
         """Continue a paused job, with the block it needs; return False without one."""
