@@ -855,18 +855,12 @@ class KVCache:
         Returns the ids of the freed blocks, which no other sequence owns; None in a pool that
         only counts.
         """
-        private, pool = seq.private, self.pool
-        if not count:
-            return None if private is None else private[:0]
-        if private is None:
-            pool.free(None, count)
-            return None
-        assert isinstance(pool, BlockPool)
-        keep = len(private) - count
-        last = private[keep:]
-        last.reverse()
-        del private[keep:]
-        return pool.release(last)
+        private, last = seq.private, None
+        if private is not None:
+            keep = len(private) - count
+            last = private[keep:][::-1]
+            del private[keep:]
+        return self.pool.release(last, count)
 
     def _retain(self, retention: RetentionPolicy, seq: CacheSequence, now: int) -> None:
         """Drop the blocks of `seq` that `retention` names, or compact `seq`."""

@@ -95,10 +95,15 @@ class BlockLayout:
         """Set the number of tokens that a key stands for.
 
         Raises:
-            InputError: neither it nor the block size divides the other.
+            InputError: neither it nor the block size divides the other, or one is below 1.
         """
         block_size = self.block_size
-        _check_sizes(block_size, key_tokens)
+        if not all(type(size) is int and size > 0 for size in (block_size, key_tokens)):
+            msg = (
+                f"block size {block_size!r} and key size {key_tokens!r} must be whole numbers "
+                "above 0"
+            )
+            raise InputError(msg)
         ratio, rest = divmod(key_tokens, block_size)
         stride = 1
         if rest or not ratio:
@@ -227,16 +232,6 @@ class BlockLayout:
             )
             raise InputError(msg)
         return [*request.keys[:prompt_keys], *request.output_keys]
-
-
-def _check_sizes(block_size: object, key_tokens: object) -> None:
-    """Raise an InputError for sizes that are no whole numbers above 0."""
-    if not all(type(size) is int and size > 0 for size in (block_size, key_tokens)):
-        msg = (
-            f"block size {block_size!r} and key size {key_tokens!r} must be whole numbers "
-            "above 0"
-        )
-        raise InputError(msg)
 
 
 def common_prefix(

@@ -1,11 +1,8 @@
-"""The core in C beside the cache: what it serves, and untimed replays by it."""
+"""The core in C beside the cache: whether it is used, and which caches it changes."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator
 from functools import cache as once
-from itertools import chain
 from typing import Any
 
 from kvcore.cache.kvcache import KVCache
@@ -61,22 +58,3 @@ def known_plugins(cache: KVCache) -> int:
     index, policy = cache.prefix, cache.eviction
     walks = index.walks_tree and defines(index, "walks_tree", "match")
     return walks + 2 * ("by_release" in vars(type(policy)) and policy.by_release)
-
-
-def replay(
-    requests: Iterable[Request], cache: KVCache, *, keeps: bool
-) -> tuple[array[int], Iterator[Request]]:
-    """Open, commit and close requests in a new cache, as many as the core takes.
-
-    Returns the hit blocks of each of them, if the caller `keeps` these, and the other requests.
-
-    Raises:
-        PolicyError: the eviction policy failed.
-    """
-    hits, rest, native = array("q"), iter(requests), core()
-    if native is not None and not why_not(cache):
-        counted, left = native.replay(cache, rest, known_plugins(cache), keeps)
-        hits.frombytes(counted)
-        if left is not None:
-            rest = chain((left,), rest)
-    return hits, rest

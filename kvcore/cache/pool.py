@@ -51,6 +51,14 @@ class CountingPool:
         del ids
         self.free_blocks += count
 
+    def release(self, ids: Ids | None, count: int) -> Ids | None:
+        """Remove an owner from `count` blocks, and free those without another owner.
+
+        A pool that only counts has one owner of each. Returns the ids of the freed blocks.
+        """
+        self.free(ids, count)
+        return ids
+
 
 class BlockPool(CountingPool):
     """Allocates block ids: freed ones first, last freed first; then unused, ascending.
@@ -106,14 +114,14 @@ class BlockPool(CountingPool):
         for block in ids:
             owners[block] = owners.get(block, 0) + 1
 
-    def release(self, ids: Ids) -> Ids:
+    def release(self, ids: Ids | None, count: int = 0) -> Ids:
         """Remove an owner from every block of `ids`; free those without another owner.
 
-        Returns:
-            The freed ids, in the order of `ids`.
+        Returns the freed ids, in the order of `ids`.
         """
-        owners = self.owners
-        if owners:
+        del count
+        assert ids is not None
+        if self.owners:
             ids = array("i", [block for block in ids if not self.unshare(block)])
         self.free(ids, len(ids))
         return ids

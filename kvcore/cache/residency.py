@@ -205,14 +205,10 @@ class Residency:
 
     def on_evict_by_block(self, span: Span, times: Sequence[int]) -> None:
         """Called when the last blocks of `span` are evicted, one at each of `times` (ns)."""
-        end = span.end
-        self._gone.append(
-            (span.path_keys, end - len(times), end, span.geometry.ratio, -1, -1, span.hit_count)
-        )
+        end, ratio, stats = span.end, span.geometry.ratio, (-1, -1, span.hit_count)
         self.age_at_eviction.add_ascending(times, span.last_access)
         self.lifetime.add_ascending(times, span.created)
-        if len(self._gone) > BATCH:
-            self.settle()
+        self.record_evict(span.path_keys, end - len(times), end, ratio, stats, "capacity")
 
     def record_hit(self, age: int, blocks: int) -> None:
         """Record a hit of `blocks` blocks, `age` ns after their last access."""

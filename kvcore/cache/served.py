@@ -29,21 +29,18 @@ class ServedCache(Protocol):
 
     Sequences are opened, extended and closed by the allocator that goes with the cache. The
     other attributes and methods are described in `KVCache`.
-
-    Attributes:
-        grouped: whether its layers have block tables of their own: blocks are allocated chunk
-            by chunk, and named by the allocator when they fill; there are no spans.
-        allocator: makes its allocator from the batch and the limits of a run; None: a
-            `DecodeAllocator`.
     """
 
     @property
     def grouped(self) -> bool:
-        """Whether its layers have block tables of their own."""
+        """Whether its layers have block tables of their own, and there are no spans.
+
+        Blocks are allocated chunk by chunk, and named by the allocator when they fill.
+        """
 
     @property
     def allocator(self) -> Any:
-        """A function that makes the allocator of a run; None: a `DecodeAllocator` is."""
+        """Makes its allocator from batch and limits of a run; None: `DecodeAllocator` does."""
 
     @property
     def pool(self) -> CountingPool:
@@ -140,6 +137,12 @@ class ServedCache(Protocol):
 
     def residency_by_tier(self) -> dict[str, Any] | None:
         """Return how long blocks stayed; None: unknown."""
+
+
+def held_blocks(cache: ServedCache) -> int:
+    """Return how many blocks running requests hold: all that are neither free nor evictable."""
+    # Not by `available_blocks`, which has the slots of windows in it: they are fewer.
+    return cache.pool.blocks - cache.pool.free_blocks - cache.unpinned_blocks
 
 
 class LayerPlan(Protocol):

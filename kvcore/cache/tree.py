@@ -452,13 +452,9 @@ class SpanTree:
         self, seq: CacheSequence, span: Span, first: int, own: Ids | None, now: int
     ) -> None:
         """Free the private blocks `own` of `seq`, which `span` replaces from `first` on."""
-        pool = self.pool
-        if isinstance(pool, BlockPool) and own is not None:
-            own = pool.release(own)
-        else:
-            pool.free(None, span.end - first)
+        blocks = span.end - first
+        own = self.pool.release(own, blocks)
         if self.trace is not None:
-            blocks = span.end - first
             self.trace.commit(
                 now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same",
                 generated=span.is_generated,

@@ -98,6 +98,15 @@ class Option(NamedTuple):
         return None if self.optional and read in ("none", Spec("none")) else read
 
 
+def policy(default: str | None, about: str, what_if: str = "", **more: Any) -> Option:
+    """Return the declaration of a policy: a plugin that None leaves out if that is its default.
+
+    A recorded run may have another one; `what_if` is its help text there, if not `about`.
+    """
+    spec, optional = default and Spec(default), default is None
+    return Option(spec, about, POLICIES, what_if=what_if or True, optional=optional, **more)
+
+
 @cache
 def declared(entries: type) -> Mapping[str, Option]:
     """Return the options that a TypedDict declares, by name; it may have other entries."""
@@ -214,30 +223,16 @@ class PoolOptions(TypedDict, total=False):
         ),
     ]
     eviction: Annotated[
-        PluginChoice,
-        Option(
-            Spec("lru"),
-            "Eviction policy: which cached blocks leave a full pool.",
-            POLICIES,
-            what_if=True,
-        ),
+        PluginChoice, policy("lru", "Eviction policy: which cached blocks leave a full pool.")
     ]
     prefix: Annotated[
-        PluginChoice,
-        Option(
-            Spec("radix"),
-            "Prefix cache: which cached blocks a prompt can reuse.",
-            POLICIES,
-            what_if=True,
-        ),
+        PluginChoice, policy("radix", "Prefix cache: which cached blocks a prompt can reuse.")
     ]
     checkpoint: Annotated[
         CheckpointChoice,
-        Option(
-            Spec("default"),
+        policy(
+            "default",
             "Checkpoint policy: where windows and states of a hybrid model stay cached.",
-            POLICIES,
-            what_if=True,
             metavar="PLUGIN",
             earlier="prefix_cache_retention_interval",
         ),
@@ -245,12 +240,10 @@ class PoolOptions(TypedDict, total=False):
     """Has an effect with cache groups alone."""
     retention: Annotated[
         PluginChoice | None,
-        Option(
+        policy(
             None,
             "Retention policy: which tokens a running sequence keeps.",
-            POLICIES,
-            what_if="Retention policy: which blocks a running sequence drops, or `none`.",
-            optional=True,
+            "Retention policy: which blocks a running sequence drops, or `none`.",
         ),
     ]
 
@@ -308,42 +301,26 @@ class SimulateOptions(PoolOptions, StepOptions, total=False):
     batching: Batching | Mapping[str, Any] | None
     like: Annotated[
         PluginChoice | None,
-        Option(
+        policy(
             None,
             "Rules of an engine, such as vllm or vllm:lag=0, whose options are the defaults of "
             "all others; `kvcore simulate --like vllm --show` prints them.",
-            POLICIES,
-            what_if="Rules of an engine, such as vllm:lag=0; limits and policies stay.",
-            optional=True,
+            "Rules of an engine, such as vllm:lag=0; limits and policies stay.",
         ),
     ]
     """`RunConfig(...)` has its defaults; `changed` leaves the other options as they are."""
     scheduler: Annotated[
-        PluginChoice,
-        Option(
-            Spec("fcfs"),
-            "Scheduler: which requests run in the next step.",
-            POLICIES,
-            what_if=True,
-        ),
+        PluginChoice, policy("fcfs", "Scheduler: which requests run in the next step.")
     ]
     latency: Annotated[
-        PluginChoice,
-        Option(
-            Spec("roofline"),
-            "Latency model: how many seconds a step takes.",
-            POLICIES,
-            what_if=True,
-        ),
+        PluginChoice, policy("roofline", "Latency model: how many seconds a step takes.")
     ]
     drafter: Annotated[
         PluginChoice | None,
-        Option(
+        policy(
             None,
             "Drafter: which tokens the model verifies in one step of speculative decoding.",
-            POLICIES,
-            what_if="Drafter: how many drafts a step accepts, or `none`.",
-            optional=True,
+            "Drafter: how many drafts a step accepts, or `none`.",
         ),
     ]
     rate_scale: Annotated[

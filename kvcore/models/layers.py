@@ -79,8 +79,8 @@ class LayerCache(Record):
         if self.kind not in CACHE_KINDS:
             msg = f"cache of kind {self.kind!r}; known: {', '.join(CACHE_KINDS)}"
             raise InputError(msg)
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
+        for name in _NUMBERS:
+            value, least = getattr(self, name), 1 if name in _FROM_ONE else 0
             largest = MAX_BYTES if name.endswith(("bytes", "flop")) else MAX_WIDTH
             is_left_out = value is None and name in ("window", "attended")
             if not is_left_out and not (type(value) is int and least <= value <= largest):
@@ -187,18 +187,8 @@ class LayerCache(Record):
         }[self.kind]
 
 
-_LEAST = {
-    "layers": 1,
-    "kv_heads": 0,
-    "key_dim": 0,
-    "value_dim": 0,
-    "window": 1,
-    "ratio": 1,
-    "entry_bytes": 0,
-    "state_bytes": 0,
-    "attended": 1,
-    "pair_flop": 0,
-}
+_NUMBERS = tuple(attrs.fields_dict(LayerCache))[1:]  # all fields but the kind
+_FROM_ONE = ("layers", "window", "ratio", "attended")
 
 
 def merged(caches: list[LayerCache]) -> tuple[LayerCache, ...]:

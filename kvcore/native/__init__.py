@@ -3,7 +3,7 @@
 `_core` is built from the C files of this folder where a compiler is found (`build.py`). It is a
 twin of the serving loop and of the tree of spans: it works on the same spans, policies and
 records, and calls plugins for what they override. `kvcore.serving.native` gives it a loop that
-has not begun, if nothing in it is of `LACKS`, and `kvcore.cache.native` untimed replays:
+has not begun, if nothing in it is of `LACKS`; who replays without a clock gives it requests:
 
     the loop is plain                      the core runs it
     a request needs what the core lacks    the loop in Python goes on, with the same jobs

@@ -114,7 +114,7 @@ static inline PyObject *take_exception(void)
 
 PyObject *big_int(i128 value);
 i128 read_int(PyObject *number, int *overflow);
-int set_int(PyObject *object, const char *name, i64 value);
+int set_int(PyObject *object, const char *name, i128 value);
 
 static inline int no_memory(void)
 {
@@ -230,6 +230,11 @@ enum { ON_INSERT, ON_ACCESS, ON_END, ON_EXTEND, ON_SPLIT, ON_PIN, ON_MISS, ON_RE
        ON_TRIM, ON_REMOVE, EVICTABLE_BLOCKS, INDEX_INSERT, INDEX_SPLIT, INDEX_REMOVE,
        WATCH_STORED, WATCH_HIT, WATCH_LEAVING, HOOKS };
 
+/* The whole numbers of `CacheStats`. */
+#define COUNTS(X)                                                                                 \
+    X(requests) X(lookup_blocks) X(hit_blocks) X(lookup_tokens) X(hit_tokens) X(self_hit_blocks)  \
+    X(lost_tokens) X(looked_up)
+
 typedef struct { PyObject *span; i64 order; } Released; /* its `released_order` then */
 
 typedef struct {
@@ -243,9 +248,9 @@ typedef struct {
     int truncates;              /* whether a prompt may be longer than the pool */
     i64 size, ratio, stride, expected_key_tokens;
     i64 pool, free, unpinned, cached, evicted, last_id, created, released, admissions, now;
-    /* CacheStats. */
-    i64 requests, lookup_blocks, hit_blocks, lookup_tokens, hit_tokens, self_hit_blocks,
-        lost_tokens, looked_up;
+#define COUNT(name) i64 name;
+    COUNTS(COUNT)
+#undef COUNT
     double ratio_sum;
 } Tree;
 

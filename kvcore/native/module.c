@@ -33,34 +33,28 @@ static PyObject *handover(Core *c)
             Py_CLEAR(filled);
         Py_XDECREF(entry);
     }
-    if (waiting && running && unseen && filled && prefilling && batch)
-        return Py_BuildValue("{sN sN sN sN sN sN sL sN sL sL sL si si sN}",
-            "waiting", waiting, "running", running, "unseen", unseen, "filled", filled,
-            "prefilling", prefilling, "batch", batch, "context", c->batch.context,
-            "last_step_ps", big_int(c->batch.last_step_ps), "allocated_until",
-            c->batch.allocated_until, "blocked", c->blocked ? c->blocked->serial : 0,
-            "without_progress", c->without_progress, "changed", c->changed,
-            "stepped", c->stepped, "began_ps", big_int(c->began));
-    Py_XDECREF(waiting), Py_XDECREF(running), Py_XDECREF(unseen), Py_XDECREF(prefilling);
-    Py_XDECREF(batch), Py_XDECREF(filled);
-    return NULL;
+    /* If one of them is NULL this is too, and frees the others. */
+    return Py_BuildValue("{sN sN sN sN sN sN sL sN sL sL sL si si sN}",
+        "waiting", waiting, "running", running, "unseen", unseen, "filled", filled,
+        "prefilling", prefilling, "batch", batch, "context", c->batch.context,
+        "last_step_ps", big_int(c->batch.last_step_ps), "allocated_until",
+        c->batch.allocated_until, "blocked", c->blocked ? c->blocked->serial : 0,
+        "without_progress", c->without_progress, "changed", c->changed,
+        "stepped", c->stepped, "began_ps", big_int(c->began));
 }
 
 static int store_back(Core *c)
 {
-    PyObject *steps = get(c->loop, "steps");
-    PyObject *clock = big_int(c->clock), *busy = big_int(c->busy);
-    PyObject *itl = get(c->log, "itl");
-    int failed = !steps || !clock || !busy || !itl || flush_rows(c) < 0
+    PyObject *steps = get(c->loop, "steps"), *itl = get(c->log, "itl");
+    int failed = !steps || !itl || flush_rows(c) < 0
         || store_timeline(c) < 0 || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
         || tree_store_back(&c->tree, c->cache) < 0
         || set_int(steps, "count", c->batch.steps) < 0
         || set_int(c->loop, "_serial", c->serial) < 0
         || set_int(c->log, "steps", c->steps) < 0
         || set_int(c->log, "own_slos", c->own_slos) < 0
-        || PyObject_SetAttrString(c->loop, "clock_ps", clock) < 0
-        || PyObject_SetAttrString(c->log, "busy_ps", busy) < 0;
-    Py_XDECREF(steps), Py_XDECREF(clock), Py_XDECREF(busy), Py_XDECREF(itl);
+        || set_int(c->loop, "clock_ps", c->clock) < 0 || set_int(c->log, "busy_ps", c->busy) < 0;
+    Py_XDECREF(steps), Py_XDECREF(itl);
     return failed ? -1 : 0;
 }
 

@@ -34,9 +34,9 @@ i128 read_int(PyObject *number, int *overflow)
     return *overflow ? -1 : (i128)high << 64 | PyLong_AsUnsignedLongLongMask(number);
 }
 
-int set_int(PyObject *object, const char *name, i64 value)
+int set_int(PyObject *object, const char *name, i128 value)
 {
-    PyObject *number = PyLong_FromLongLong(value);
+    PyObject *number = big_int(value);
     int failed = number ? PyObject_SetAttrString(object, name, number) : -1;
     Py_XDECREF(number);
     return failed;
@@ -1095,14 +1095,9 @@ int tree_store_back(Tree *t, PyObject *cache)
         || set_int(cache, "now", t->now) < 0
         || set_int(cache, "_last_id", t->admissions) < 0
         || set_int(cache, "_admissions", t->admissions) < 0
-        || set_int(stats, "requests", t->requests) < 0
-        || set_int(stats, "lookup_blocks", t->lookup_blocks) < 0
-        || set_int(stats, "hit_blocks", t->hit_blocks) < 0
-        || set_int(stats, "lookup_tokens", t->lookup_tokens) < 0
-        || set_int(stats, "hit_tokens", t->hit_tokens) < 0
-        || set_int(stats, "self_hit_blocks", t->self_hit_blocks) < 0
-        || set_int(stats, "lost_tokens", t->lost_tokens) < 0
-        || set_int(stats, "looked_up", t->looked_up) < 0
+#define STORE(name) || set_int(stats, #name, t->name) < 0
+        COUNTS(STORE)
+#undef STORE
         || PyObject_SetAttrString(stats, "ratio_sum", sum) < 0
         || (t->residency.object && residency_store(&t->residency) < 0);
     Py_XDECREF(pool), Py_XDECREF(stats), Py_XDECREF(sum);

@@ -116,9 +116,11 @@ class Batcher:
             allocator: the blocks of all jobs.
             server: hits and times of service, for `plan` of the scheduler.
         """
+        CheckedScheduler(scheduler).call("attach", scheduler.attach, server)
+        self._scheduler = CheckedScheduler(scheduler)  # as `attach` leaves it
         levels = () if cache.tiers is None else cache.tiers.levels
         policies = [level.eviction for level in levels]
-        self.waiting = WaitingQueue(cache.eviction, *policies)
+        self.waiting = WaitingQueue(self._scheduler, cache.eviction, *policies)
         self.running: dict[Job, None] = {}
         self.prefilling: dict[Job, None] = {}
         self.paused: dict[Job, None] = {}
@@ -134,8 +136,6 @@ class Batcher:
         self.server = server
         self._cache = cache
         self._tiers = cache.tiers
-        CheckedScheduler(scheduler).call("attach", scheduler.attach, server)
-        self._scheduler = CheckedScheduler(scheduler)  # as `attach` leaves it
         self._batch = batch
         self._allocator = allocator
         allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling
@@ -159,7 +159,7 @@ class Batcher:
         """Add `job` to the waiting ones."""
         if self._scheduler.ranks:
             self._rank(job, now)
-        self._scheduler.call("priority", self.waiting.push, job, now, front)
+        self.waiting.enter(job, now, front=front)
         if self._scheduler.heard:
             self._scheduler.tell("queued", job, now)
         self.changed = True
@@ -233,8 +233,8 @@ class Batcher:
             self._preempt_to_grow(now, allocator.finish_step)
 
     def computed(self) -> None:
-        """Record that blocks were committed."""
-        self.blocked_job = None  # it may hit more now
+        """Record that blocks were committed or freed: the job that found none may fit now."""
+        self.blocked_job = None
         self.changed = True
 
     def retire(self, job: Job) -> None:
@@ -300,8 +300,7 @@ class Batcher:
             self._allocator.close(job, now)
         if ran:
             self.ended(job, now)
-        self.blocked_job = None
-        self.changed = True
+        self.computed()
         return True
 
     def withdraw(self, job: Job, now: int) -> None:
@@ -325,7 +324,6 @@ class Batcher:
         step = self._step
         ongoing = list(self.prefilling)
         preemptive = self._scheduler.preemptive
-        call, head = self._scheduler.call, self.waiting.head
         if len(ongoing) > 1:
             if preemptive:
                 ranks = {
@@ -349,7 +347,7 @@ class Batcher:
                 self._running_served(now)
             offered: Job | None = None
             if admits and (after_preemption or not step.preempted):
-                offered = call("priority", head) if offers is None else next(offers, None)
+                offered = self.waiting.head() if offers is None else next(offers, None)
             if asks and offered is not None:
                 step.refuses = self._room_for(offered, now, step.preempted) is None
                 offered = None if step.refuses else offered
@@ -508,9 +506,7 @@ class Batcher:
             return
         # Whether others hit the blocks before the step computes them.
         shares = decisions.shares_scheduled
-        publishes = (
-            self._decisions.publishes if shares is None else shares(job, self._state(now))
-        )
+        publishes = decisions.publishes if shares is None else shares(job, self._state(now))
         self.chunks.append((job, tokens))
         step.budget -= tokens
         if publishes:
@@ -580,7 +576,7 @@ class Batcher:
     def _head_before(self, other: Job, now: int) -> bool:
         """Return True if the first waiting job goes before `other`."""
         scheduler = self._scheduler
-        head = scheduler.call("priority", self.waiting.head) if scheduler.ranks else None
+        head = self.waiting.head() if scheduler.ranks else None
         if head is None:
             return False
         rank = scheduler.priority(other, now)
@@ -722,8 +718,7 @@ class Batcher:
         """Prefill what is left of the prompt of a job, whose other K/V has come."""
         job.stage = PREFILL
         self.prefilling[job] = None
-        self.blocked_job = None
-        self.changed = True
+        self.computed()
 
     def _resume(self, job: Job, now: int) -> bool:
         """Continue a paused job, with the block it needs; return False without one."""
@@ -963,7 +958,7 @@ class Batcher:
         """TIMER: rank `job` again, if it still waits."""
         if job in self.waiting and self._scheduler.ranks:
             self._rank(job, now)
-            self._scheduler.call("priority", self.waiting.push, job, now)
+            self.waiting.enter(job, now)
             self.changed = True
 
 

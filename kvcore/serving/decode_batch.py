@@ -437,11 +437,6 @@ class DecodeAllocator:
         available = self._cache.available_blocks - match.unpinned_blocks - reserve
         return -(-job.target // self._block_size) - match.blocks <= available
 
-    def is_fragmented(self, request: Request) -> bool:
-        """Return True if enough is free for `request` in total, but in no usable place."""
-        del request
-        return False  # blocks may lie anywhere
-
     def open(
         self,
         job: Job,

@@ -457,8 +457,7 @@ class ServingLoop:
                 prefilled.append(job)
         if decoding and batch.committing:
             self._commit(now)
-        batcher.blocked_job = None  # it may hit more now
-        batcher.changed = True
+        batcher.computed()
         if decoding or prefilled:
             batcher.without_progress = 0
         # First tokens, then the ends.

@@ -79,9 +79,9 @@ def run(loop: Loop, turns: int = -1) -> None:
         "max_tokens": batching.max_tokens,
         "max_seqs": batching.max_seqs,
         "reserve": batcher._reserve,
-        "max_model_len": -1 if batching.max_model_len is None else batching.max_model_len,
-        "max_chunk": -1 if rules.max_chunk is None else rules.max_chunk,
-        "in_one": -1 if loop._in_one is None else loop._in_one,
+        "max_model_len": batching.max_model_len,
+        "max_chunk": rules.max_chunk,
+        "in_one": loop._in_one,
         "frontend": loop._frontend_ns,
         "mixed": batcher._mixed,
         "admit_after_preemption": rules.admit_after_preemption,
@@ -115,7 +115,7 @@ def run(loop: Loop, turns: int = -1) -> None:
     state = native.serve(
         loop,
         None if loop.arrivals.closed else loop.arrivals.restart(),
-        limits,
+        {name: -1 if limit is None else limit for name, limit in limits.items()},
         None if in_order else priority,
         lambda jobs: decode_lines(latency, jobs),
         latency.duration,
@@ -149,7 +149,7 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     # Where each of them is.
     for fields in state["waiting"]:
         job = jobs[fields["serial"]]
-        batcher._scheduler.call("priority", batcher.waiting.push, job, 0)
+        batcher.waiting.enter(job, 0)
     for fields in state["running"]:
         batcher.running[jobs[fields["serial"]]] = None
     for serial in state["prefilling"]:

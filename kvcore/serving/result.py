@@ -138,11 +138,11 @@ class Outcome(Shown):
             "completed": len(log.ids) - len(log.reasons),
             "rejected": len(log.reasons),
             "simulated_s": self.simulated_s,
-            "ttft_s": _as_dict(self.ttft),
-            "tpot_s": _as_dict(self.tpot),
-            "itl_s": _as_dict(self.itl),
-            "e2e_s": _as_dict(self.e2e),
-            "queue_s": _as_dict(self.queue),
+            "ttft_s": self.ttft and self.ttft.as_dict(),
+            "tpot_s": self.tpot and self.tpot.as_dict(),
+            "itl_s": self.itl and self.itl.as_dict(),
+            "e2e_s": self.e2e and self.e2e.as_dict(),
+            "queue_s": self.queue and self.queue.as_dict(),
             "throughput_tokens_s": self.throughput_tokens_s,
             "goodput": self.goodput,
             "slo": {
@@ -357,10 +357,6 @@ def hit_fields(stats: CacheStats) -> dict[str, Any]:
 
 def _slo_seconds(time: int | None) -> float | None:
     return None if time is None else time / NS_PER_S
-
-
-def _as_dict(percentiles: Percentiles | None) -> dict[str, float] | None:
-    return None if percentiles is None else percentiles.as_dict()
 
 
 def _seconds(times: Iterable[int], second: int = NS_PER_S) -> list[float | None]:

@@ -8,16 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
 from kvcore.request import SLO
 from kvcore.serving.job import Job
 from kvcore.units import NS_PER_S, PS_PER_NS
-
-if TYPE_CHECKING:
-    from kvcore.serving.drafter import DraftStats
 
 PENDING_EVENTS: Final = 512
 """Recorded events from which on they are added up."""
@@ -51,7 +48,7 @@ class RunLog:
         itl: times between two tokens of a request.
         pool: the pool's blocks over time.
         steps, busy_ps: steps run, and the picoseconds they took.
-        drafts: counts of drafts; None: there was no drafter.
+        drafts: statistics of the room that verifies drafts; None: there was no drafter.
         own_slos: number of requests with an SLO of their own.
         last_start: when (ns) the last conversation began, if requests follow others; None: the
             loop is open.
@@ -77,7 +74,7 @@ class RunLog:
         self.itl = TokenGaps()
         self.pool = PoolTimeline(blocks)
         self.steps = self.busy_ps = self.own_slos = 0
-        self.drafts: DraftStats | None = None
+        self.drafts: Any = None
         self.last_start: int | None = None
 
     def ended(self, job: Job, now: int) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heapify, heappop, heappush
 from typing import Any, Final, TypeAlias
 
-from kvcore.cache import EvictionPolicy
+from kvcore.cache import EvictionPolicy, LazyHeap
 from kvcore.errors import PolicyError, shorten
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import has_no_order, raise_policy_error
@@ -118,25 +117,25 @@ class CheckedScheduler:
 Entry: TypeAlias = tuple[Any, bool, int, Job]
 """(rank, whether it holds no blocks, order of arrival, the job): the sort key of the queue."""
 
-_SLACK: Final = 4
-"""Entries that the heap may hold for each waiting job before it is rebuilt."""
 
-
-class WaitingQueue:
+class WaitingQueue(LazyHeap[Job]):
     """Waiting jobs: a heap by rank, and the order in which they queued up.
 
-    Among equals jobs that hold blocks go first, then those that arrived first. The eviction
-    policies that define `on_queued` or `on_dequeued`, of the pool or of tiers, are called.
+    Among equals jobs that hold blocks go first, then those that arrived first. Ranks that do
+    not compare are a failure of the scheduler. The eviction policies that define `on_queued` or
+    `on_dequeued`, of the pool or of tiers, are called.
 
     Attributes:
-        entries: the jobs, in the order in which they queued up, and their places in the heap.
+        entries: the jobs, in the order in which they queued up, the preempted ones first, and
+            their places in the heap.
     """
 
-    __slots__ = ("_heap", "_on_dequeued", "_on_queued", "entries")
+    __slots__ = ("_on_dequeued", "_on_queued", "_scheduler", "entries")
 
-    def __init__(self, *evictions: EvictionPolicy) -> None:
-        self.entries: OrderedDict[Job, Entry] = OrderedDict()
-        self._heap: list[Entry] = []
+    def __init__(self, scheduler: CheckedScheduler, *evictions: EvictionPolicy) -> None:
+        super().__init__()
+        self._entries = self.entries = OrderedDict[Job, Entry]()
+        self._scheduler = scheduler
         self._on_queued, self._on_dequeued = (
             [
                 (policy, method)
@@ -146,57 +145,35 @@ class WaitingQueue:
             for name in ("on_queued", "on_dequeued")
         )
 
-    def __len__(self) -> int:
-        """Return the number of waiting jobs."""
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Job]:
-        """Yield the jobs in the order in which they queued up, the preempted ones first."""
-        return iter(self.entries)
-
-    def __contains__(self, job: object) -> bool:
-        """Return True if `job` waits."""
-        return job in self.entries
-
-    def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
+    def enter(self, job: Job, now: int, *, front: bool = False) -> None:
         """Add `job` by its rank, or update its rank.
 
         `front` puts it at the front of the order of entry, which `Scheduler.plan` sees; the
         heap goes by rank alone.
         """
-        entry = (job.rank, job.stage != PAUSED, job.serial, job)
         if self._on_queued and job not in self.entries:
             for policy, on_queued in self._on_queued:
                 try:
                     on_queued(job.known_request(), now, front=front)
                 except FAILURES as error:
                     raise policy_error(policy, "on_queued", error) from error
-        entries, heap = self.entries, self._heap
-        entries[job] = entry
+        try:
+            self.push((job.rank, job.stage != PAUSED, job.serial, job))
+        except FAILURES as error:
+            raise_policy_error(self._scheduler.scheduler, "priority", error)
         if front:
-            entries.move_to_end(job, last=False)
-        # An entry that a job had before stays in the heap, and is dropped when it surfaces.
-        heappush(heap, entry)
-        if len(heap) > _SLACK * (len(entries) + _SLACK):
-            heap[:] = entries.values()
-            heapify(heap)
+            self.entries.move_to_end(job, last=False)
 
     def head(self) -> Job | None:
         """Return the first job in rank; None without jobs."""
-        heap, entries = self._heap, self.entries
-        while heap:
-            entry = heap[0]
-            job = entry[3]
-            if entries.get(job) == entry:
-                return job
-            heappop(heap)
-        return None
+        try:
+            return self.first_entry()[-1] if self.entries else None
+        except FAILURES as error:
+            raise_policy_error(self._scheduler.scheduler, "priority", error)
 
     def remove(self, job: Job, now: int) -> None:
         """Remove `job`."""
         del self.entries[job]
-        if not self._on_dequeued:
-            return
         for policy, on_dequeued in self._on_dequeued:
             try:
                 on_dequeued(job.known_request(), now)

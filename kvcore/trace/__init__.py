@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from kvcore.lazy import deferred
 
 if TYPE_CHECKING:
-    from kvcore.trace.fields import SCHEMA, EvictionDigest, decode_runs, encode_runs
+    from kvcore.trace.fields import SCHEMA, decode_runs, encode_runs
     from kvcore.trace.writer import Trace
 else:
     __getattr__, __dir__ = deferred(
-        __name__,
-        {"fields": "SCHEMA EvictionDigest decode_runs encode_runs", "writer": "Trace"},
+        __name__, {"fields": "SCHEMA decode_runs encode_runs", "writer": "Trace"}
     )
 
-__all__ = ["SCHEMA", "EvictionDigest", "Trace", "decode_runs", "encode_runs"]
+__all__ = ["SCHEMA", "Trace", "decode_runs", "encode_runs"]

@@ -676,36 +676,12 @@ POOL_EVENTS = ("KEEP", "TOMBSTONE")
 CLUSTER_EVENTS = ("ROUTE", "TRANSFER", "FAIL", "RETURN", "LEAVE")
 """Events that only the trace of a cluster has."""
 
+STRUCTS: list[type[Event]] = [*EVENTS.values(), Drop, *GROUPED_EVENTS.values()]
+"""All Structs of events."""
+
 # Not as a property: readers ask for it several times a line.
-_structs: list[type[Event]] = [*EVENTS.values(), Drop, *GROUPED_EVENTS.values()]
-for _struct in _structs:
+for _struct in STRUCTS:
     _struct.event = str(_struct.__struct_config__.tag)
-
-_OPTIONAL = {
-    struct: [field.name for field in msgspec.structs.fields(struct) if not field.required]
-    for struct in _structs
-}
-
-REQUIRED_NAMES: dict[type[Event], int] = {
-    struct: 1 + len(struct.__struct_fields__) - len(optional)
-    for struct, optional in _OPTIONAL.items()
-}
-"""Number of names in the line of a Struct that leaves out all optional fields."""
-
-PLACED_NAMES: dict[type[Event], int] = {
-    struct: count + (struct not in (Header, Request, Reject, Transfer, End))
-    for struct, count in REQUIRED_NAMES.items()
-}
-"""The same number in the trace of a cluster, where most lines have a `replica`."""
-
-
-def count_names(event: Event) -> int:
-    """Return the number of names in the line of an event, names of SLO times included."""
-    values = [getattr(event, name) for name in _OPTIONAL[type(event)]]
-    values = [value for value in values if value is not UNSET]
-    nested = sum(len(value) for value in values if type(value) is dict)
-    return REQUIRED_NAMES[type(event)] + len(values) + nested
-
 
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
 _decode_grouped: Callable[[bytes], Event] = msgspec.json.Decoder(

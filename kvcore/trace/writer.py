@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from kvcore.cache.pool import Ids
 from kvcore.cache.recorder import Growth, Recorder, Victim
-from kvcore.errors import InputError, StorageError
-from kvcore.files import part_path, to_json
+from kvcore.errors import InputError
+from kvcore.files import to_json
 from kvcore.request import Key, Request
 from kvcore.trace.fields import (
     CLOCKS,
@@ -324,31 +323,6 @@ class Trace(SealedWriter, JsonRecorder):
     def _is_closed(self, line: dict[str, Any]) -> NoReturn:
         msg = f"{line['event']} after the end: the trace {self.name} is closed"
         raise InputError(msg)
-
-
-class LiveTrace(Trace):
-    """A trace of a run that cannot be repeated: of a server, a proxy, or another engine.
-
-    A run that ends in an exception leaves `<path>.part`, readable up to the cut, as a killed
-    process does.
-    """
-
-    def give_up(self, error: BaseException | None) -> None:
-        """Keep the unfinished file, unless nothing has happened. A second call does nothing.
-
-        Raises:
-            StorageError: `error` is one; says what is kept.
-        """
-        part = part_path(Path(self.name))
-        if self._closed:
-            return
-        if self._logger is None or part == Path(self.name):
-            self.discard()
-            return
-        self.keep()
-        if isinstance(error, StorageError) and part.exists():
-            msg = f"{error}. {part} keeps what was written before"
-            raise StorageError(msg) from error
 
 
 def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvcore.cache import ServedCache
+from kvcore.cache.served import ServedCache, held_blocks
 from kvcore.request import SLO, Request
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
@@ -186,14 +186,12 @@ class ReplicaLoop(ServingLoop):
 
         The blocks that a jump takes while it is under way are counted as its steps begin.
         """
-        # Not by `available_blocks`, which has the slots of windows in it: they are fewer.
-        blocks = self.cache.pool.blocks
-        used = blocks - self.cache.pool.free_blocks - self.cache.unpinned_blocks
+        used = held_blocks(self.cache)
         elapsed_ps = now * PS_PER_NS - self.clock_ps
         if self._ahead is not None and elapsed_ps > 0:
             steps, times = self._ahead
             used += self._growth(times.reach(elapsed_ps, steps))
-        return used / blocks
+        return used / self.cache.pool.blocks
 
     def replica(self, number: int) -> Replica:
         """Return this replica as a router sees it."""

@@ -13,7 +13,6 @@ import attrs
 
 from kvcore.cache.residency import CacheStats
 from kvcore.request import SLO
-from kvcore.serving.drafter import DraftStats
 from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.result import SCHEMA, HitRatio, Reported, Result, hit_fields
 from kvcore.serving.router import Router
@@ -331,6 +330,6 @@ def merge_logs(
         merged.busy_ps += log.busy_ps
         merged.own_slos += log.own_slos
         if log.drafts is not None:
-            merged.drafts = (merged.drafts or DraftStats()).plus(log.drafts)
+            merged.drafts = merged.drafts.plus(log.drafts) if merged.drafts else log.drafts
     replica_of = list(chain.from_iterable([number] * len(log.ids) for number, log, _ in logs))
     return merged, list(map(replica_of.__getitem__, rows))

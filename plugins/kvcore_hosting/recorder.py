@@ -20,12 +20,12 @@ from kvcore.cache.prefix import PrefixMatch
 from kvcore.errors import KvcoreError
 from kvcore.plugins import describe, resolve
 from kvcore.request import NO_HINTS, Key, Request
-from kvcore.trace.fields import EvictionDigest
-from kvcore.trace.writer import LiveTrace
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.untrusted import LONGEST_SESSION
 from kvcore_hosting.host import extended_path
+from kvcore_plugins.traces.digest import EvictionDigest
 from kvcore_plugins.traces.keyed import KeyedNames
+from kvcore_plugins.traces.live import LiveTrace
 
 Id = int | str
 Lost = Literal["gone", "expired"]

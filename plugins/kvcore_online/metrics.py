@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from kvcore.cache import ServedCache
+from kvcore.cache.served import ServedCache, held_blocks
 from kvcore.units import NS_PER_S
 from kvcore_online.engine import LiveLoop
 from kvcore_online.stored import StoredBlocks
@@ -38,9 +38,7 @@ def _counts(
 ) -> Iterator[Family]:
     """Yield what a server counts."""
     log, batcher, stats = loop.log, loop.batcher, cache.stats
-    blocks = cache.pool.blocks
-    # `available_blocks` has the slots of windows in it, which are fewer.
-    used = (blocks - cache.pool.free_blocks - cache.unpinned_blocks) / blocks
+    used = held_blocks(cache) / cache.pool.blocks
     ends = {f'{{{name},end="{end}"}}': number for end, number in log.requests.items()}
     yield "kvcore:requests_total", COUNTER, "Requests by how they ended.", ends
     dropped = 0 if stored is None else stored.dropped

@@ -23,7 +23,6 @@ from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.simulate import check_cache, record_run
-from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import MOST_VALUES, parse_json
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import tensor_executor
@@ -37,6 +36,7 @@ from kvcore_online.stored import StoredBlocks
 from kvcore_online.supervision import signalled, stopped
 from kvcore_online.tally import CANCELLED, FAILED, REJECTED
 from kvcore_plugins.traces.keyed import KeyedNames
+from kvcore_plugins.traces.live import LiveTrace
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -15,11 +15,11 @@ from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
-from kvcore.trace.writer import LiveTrace
 from kvcore_cluster.trace import ClusterTrace
 from kvcore_lab.report.prometheus import FIRST_TOKEN
 from kvcore_online.prompts import MOST_KEYS
 from kvcore_plugins.traces.keyed import KeyedNames
+from kvcore_plugins.traces.live import LiveTrace
 
 MOST_HELD = 1 << 20
 """Largest number of keys of ended requests that wait for a request that arrived before them."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcore.cache import KVCache, Sequence, native
+from kvcore.cache import KVCache, Sequence
+from kvcore.cache.native import core, known_plugins, why_not
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
@@ -27,7 +28,7 @@ CHUNK = 8192
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
     """Replay `requests` serially in `cache`; return the cache's statistics."""
-    _, rest = native.replay(requests, cache, keeps=False)
+    _, rest = replayed_in_c(requests, cache, keeps=False)
     deque(served(rest, cache), maxlen=0)
     return cache.stats
 
@@ -82,7 +83,7 @@ def hits_of(
     In a cache with tiers, the number of blocks that are loaded for each is added to `loaded`;
     without tiers nothing is.
     """
-    hits, rest = native.replay(requests, cache, keeps=True)
+    hits, rest = replayed_in_c(requests, cache, keeps=True)
     if loaded is None or cache.tiers is None:
         hits.extend(seq.hit_blocks for seq in served(rest, cache))
         return hits
@@ -90,6 +91,25 @@ def hits_of(
         hits.append(seq.hit_blocks)
         loaded.append(blocks)
     return hits
+
+
+def replayed_in_c(
+    requests: Iterable[Request], cache: KVCache, *, keeps: bool
+) -> tuple[array[int], Iterator[Request]]:
+    """Open, commit and close requests in a new cache, as many as the core in C takes.
+
+    Returns the hit blocks of each of them, if the caller `keeps` these, and the other requests.
+
+    Raises:
+        PolicyError: the eviction policy failed.
+    """
+    hits, rest, native = array("q"), iter(requests), core()
+    if native is not None and not why_not(cache):
+        counted, left = native.replay(cache, rest, known_plugins(cache), keeps)
+        hits.frombytes(counted)
+        if left is not None:
+            rest = chain((left,), rest)
+    return hits, rest
 
 
 def with_loads(requests: Iterable[Request], cache: KVCache) -> Iterator[tuple[Sequence, int]]:

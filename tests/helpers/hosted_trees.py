@@ -4,7 +4,7 @@ import attrs
 from helpers.cache_streams import KvcoreCache, hits_of
 from helpers.sglang_engine import SglangCache
 
-from kvcore.trace.fields import EvictionDigest
+from kvcore_plugins.traces.digest import EvictionDigest
 
 
 def _digest(hits, keys):

@@ -10,8 +10,8 @@ import attrs
 from kvcore import Request
 from kvcore.plugins import resolve
 from kvcore.request import Key
-from kvcore.trace.fields import EvictionDigest
 from kvcore_hosting import EngineRecorder, PolicyHost
+from kvcore_plugins.traces.digest import EvictionDigest
 
 SIZE = 4
 

@@ -17,9 +17,9 @@ from helpers.toy_engine import ToyEngine, random_request
 from kvcore import read_events
 from kvcore.errors import InputError, TraceError
 from kvcore.plugins import resolve
-from kvcore.trace import EvictionDigest
 from kvcore_hosting import EngineRecorder
 from kvcore_hosting import recorder as recorder_module
+from kvcore_plugins.traces.digest import EvictionDigest
 from kvcore_plugins.workload import Jsonl
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace

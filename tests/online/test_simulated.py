@@ -31,7 +31,6 @@ import kvcore
 from kvcore import KVCache
 from kvcore.request import text_request
 from kvcore.serving.latency import StepWork
-from kvcore.trace.writer import LiveTrace
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved
@@ -40,6 +39,7 @@ from kvcore_online.metrics import server_metrics
 from kvcore_online.server import ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
 from kvcore_online.tally import CANCELLED, FAILED, FINISHED
+from kvcore_plugins.traces.live import LiveTrace
 from kvcore_replay.check.trace import replay
 
 TIER = "host:memory=1GiB,load=always,read_bandwidth=50MB"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.request import Request
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import Job
 from kvcore.serving.loop import ServingLoop
@@ -53,6 +54,11 @@ class MeasuredAllocator(DecodeAllocator):
         """Count slots that were filled by prompt tokens and by generated ones."""
         self.idle -= prefill + decode
         self.uncomputed -= prefill
+
+    def is_fragmented(self, request: Request) -> bool:
+        """Return True if enough is free for `request` in total, but in no usable place."""
+        del request
+        return False  # blocks may lie anywhere
 
     def loaded(self, tokens: int) -> None:
         """Count slots of prompts that were filled by loads from tiers."""

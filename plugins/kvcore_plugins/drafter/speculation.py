@@ -11,7 +11,7 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins import find_override
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeBatch
-from kvcore.serving.drafter import Drafter, DraftStats
+from kvcore.serving.drafter import Drafter
 from kvcore.serving.job import DECODE, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
@@ -22,6 +22,7 @@ from kvcore.serving.latency import (
     Windows,
 )
 from kvcore.serving.stats import RunLog
+from kvcore_plugins.drafter.stats import DraftStats
 
 
 class SpeculativeExecutor(Executor, Protocol):

@@ -35,6 +35,32 @@ NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore simulate FILE` runs workloads"
 )
 
+_OPTIONAL = {
+    struct: [field.name for field in msgspec.structs.fields(struct) if not field.required]
+    for struct in events.STRUCTS
+}
+
+_REQUIRED_NAMES: dict[type[Event], int] = {
+    struct: 1 + len(struct.__struct_fields__) - len(optional)
+    for struct, optional in _OPTIONAL.items()
+}
+"""Number of names in the line of a Struct that leaves out all optional fields."""
+
+_UNPLACED = (Header, events.Request, events.Reject, events.Transfer, events.End)
+
+_PLACED_NAMES: dict[type[Event], int] = {
+    struct: count + (struct not in _UNPLACED) for struct, count in _REQUIRED_NAMES.items()
+}
+"""The same number in the trace of a cluster, where most lines have a `replica`."""
+
+
+def _count_names(event: Event) -> int:
+    """Return the number of names in the line of an event, names of SLO times included."""
+    values = [getattr(event, name) for name in _OPTIONAL[type(event)]]
+    values = [value for value in values if value is not UNSET]
+    nested = sum(len(value) for value in values if type(value) is dict)
+    return _REQUIRED_NAMES[type(event)] + len(values) + nested
+
 
 def read_events(file: str | os.PathLike[str]) -> TraceReader:
     """Return the reader of a trace: iterate it for its events, HEADER and END included."""
@@ -43,11 +69,7 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a trace line, as its reader accepts it."""
-    structs: list[type[Event]] = [
-        *events.EVENTS.values(),
-        events.Drop,
-        *events.GROUPED_EVENTS.values(),
-    ]
+    structs = events.STRUCTS
     lines, parts = msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")
     # msgspec has no words for the values of a Literal.
     for struct in structs:
@@ -77,7 +99,7 @@ class TraceReader(SealedReader[Event]):
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; the file is opened when iteration starts."""
         super().__init__(file)
-        self._required_names = events.REQUIRED_NAMES
+        self._required_names = _REQUIRED_NAMES
         self._n = 0  # number of the next event
         self._time = 0
         self._expansion = Expansion()
@@ -168,7 +190,7 @@ class TraceReader(SealedReader[Event]):
     def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
         """Refuse a line that has a name twice, or is not written as kvcore writes it."""
         plain = colons == self._required_names[type(event)]
-        if not (plain or colons == events.count_names(event)) or (
+        if not (plain or colons == _count_names(event)) or (
             self._odd_bytes and ODD_BYTES.search(raw)
         ):
             self._must_be_as_written(raw, parse_json(raw))
@@ -178,8 +200,8 @@ class TraceReader(SealedReader[Event]):
     def _check_placed(self, event: Event) -> None:
         """Refuse a replica in the trace of one server; expect one after HEADER of a cluster."""
         if event.event == "HEADER" and event.replicas:  # type: ignore[attr-defined]
-            self._required_names = events.PLACED_NAMES
-        elif isinstance(event.replica, int) and self._required_names is not events.PLACED_NAMES:
+            self._required_names = _PLACED_NAMES
+        elif isinstance(event.replica, int) and self._required_names is not _PLACED_NAMES:
             self.fail(f"{event.event} has a field 'replica', but HEADER has no replicas")
 
     def _check_header(self, raw: bytes) -> None:

@@ -9,7 +9,8 @@ import attrs
 from kvcore.cache.pool import Ids
 from kvcore.trace import events
 from kvcore.trace.events import violated
-from kvcore.trace.fields import EvictionDigest, encode_runs
+from kvcore.trace.fields import encode_runs
+from kvcore_plugins.traces.digest import EvictionDigest
 from kvcore_replay.state.cache import CacheState
 from kvcore_replay.state.groups import GroupState
 from kvcore_replay.state.lifecycle import Lifecycles

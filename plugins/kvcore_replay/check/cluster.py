@@ -9,9 +9,9 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header, violated
-from kvcore.trace.fields import EvictionDigest
 from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
+from kvcore_plugins.traces.digest import EvictionDigest
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.pools import PoolChecker
 from kvcore_replay.check.server import TraceChecker, expires

@@ -11,7 +11,7 @@ import attrs
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
 from kvcore.trace.events import unfit
-from kvcore.trace.fields import EvictionDigest
+from kvcore_plugins.traces.digest import EvictionDigest
 from kvcore_plugins.traces.reader import TraceReader
 from kvcore_replay.check.cluster import ClusterChecker, server_checker
 from kvcore_replay.state.cache import Hits

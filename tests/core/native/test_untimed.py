@@ -14,7 +14,8 @@ from kvcore.errors import KvcoreError
 from kvcore.request import Hints
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_replay.untimed import hits_of
+from kvcore_replay import untimed
+from kvcore_replay.untimed import hits_of, replayed_in_c
 
 pytestmark = needs_core
 
@@ -59,7 +60,7 @@ def replayed(seed, *, hinted, pure):
         cache.record_residency()
     with pytest.MonkeyPatch.context() as patch:
         if pure:
-            patch.setattr(native, "core", lambda: None)
+            patch.setattr(untimed, "core", lambda: None)
         try:
             hits = list(hits_of(requests, cache))
         except KvcoreError as error:
@@ -124,7 +125,7 @@ def test_what_the_core_lacks_is_replayed_in_python(make, reason):
     """A cache whose requests the core does not replay says why, and all requests are left."""
     cache, request = make(), Request(id=0, prompt_tokens=100, key_tokens=16)
     assert native.why_not(cache) == reason
-    hits, rest = native.replay([request], cache, keeps=True)
+    hits, rest = replayed_in_c([request], cache, keeps=True)
     assert (list(hits), list(rest)) == (([], [request]) if reason else ([0], []))
 
 
@@ -156,7 +157,7 @@ def test_a_policy_is_told_the_order_of_releases_when_the_core_has_ended():
     victims = []
     for policy in (LRU(), OwnLRU()):
         cache = KVCache(40, eviction=policy)
-        list(native.replay(requests, cache, keeps=False)[1])
+        list(replayed_in_c(requests, cache, keeps=False)[1])
         victims.append([(span.id, span.released_order) for span in policy._order])
     assert victims[0] == victims[1] != []
 
@@ -168,6 +169,6 @@ def test_time_that_runs_backwards_is_refused_in_the_same_words():
     for pure in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if pure:
-                patch.setattr(native, "core", lambda: None)
+                patch.setattr(untimed, "core", lambda: None)
             with pytest.raises(KvcoreError, match="never decreases"):
                 hits_of(requests, KVCache(99, KEY_TOKENS))

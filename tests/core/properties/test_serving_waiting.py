@@ -4,10 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import Job, Request
+from kvcore.cache.eviction import _GARBAGE
 from kvcore.serving import DecodeSteps
 from kvcore.serving.job import PAUSED
-from kvcore.serving.waiting import _SLACK, WaitingQueue
+from kvcore.serving.waiting import CheckedScheduler, WaitingQueue
 from kvcore_plugins.eviction import LRU
+from kvcore_plugins.scheduler import FCFS
 
 STEPS = DecodeSteps()
 JOBS = 8
@@ -27,13 +29,13 @@ def jobs():
 @given(histories)
 def test_the_head_is_the_job_of_lowest_rank(history):
     """The head is the job of lowest rank, paused ones first, then by order of arrival."""
-    everybody, waiting, queue = jobs(), WaitingQueue(LRU()), []
+    everybody, waiting, queue = jobs(), WaitingQueue(CheckedScheduler(FCFS()), LRU()), []
     for action, which, *how in history:
         if action == "push":
             job = everybody[which]
             rank, paused, front = how
             job.rank, job.stage = rank, PAUSED if paused else "waiting"
-            waiting.push(job, 0, front=front)
+            waiting.enter(job, 0, front=front)
             if front:
                 queue = [job, *(other for other in queue if other is not job)]
             elif job not in queue:
@@ -55,10 +57,10 @@ def _order(job):
 
 def test_ranking_a_job_again_leaves_few_entries():
     """A job that is ranked a thousand times leaves few entries in the heap."""
-    waiting = WaitingQueue(LRU())
+    waiting = WaitingQueue(CheckedScheduler(FCFS()), LRU())
     first, second, *_ = jobs()
     for turn in range(1000):
         for job in (first, second):
             job.rank = turn
-            waiting.push(job, 0)
-        assert len(waiting._heap) <= _SLACK * (len(waiting) + _SLACK) + 1
+            waiting.enter(job, 0)
+        assert len(waiting._heap) <= _GARBAGE * (len(waiting) + _GARBAGE) + 1

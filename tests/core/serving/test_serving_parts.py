@@ -8,7 +8,7 @@ import pytest
 from helpers.schedulers import Planning, scheduler_of
 from helpers.serving import BLOCK, STEP, Even, ask, batching_of, serve
 
-from kvcore import KVCache
+from kvcore import KVCache, MeasuredAllocator
 from kvcore.request import Hints, text_request
 from kvcore.serving import StepPlan
 from kvcore.serving.decode_batch import DecodeAllocator
@@ -118,7 +118,9 @@ def test_a_job_paused_in_its_prefill_fits_into_a_full_pool(prefill_left, fits):
 
 def test_free_blocks_are_never_in_holes_too_short_for_a_request():
     """A pool of pages is not fragmented: the blocks of a sequence may lie anywhere."""
-    assert loop_of([]).allocator.is_fragmented(ask("a")) is False
+    loop = loop_of([])
+    allocator = MeasuredAllocator(loop._cache, loop.batch)
+    assert allocator.is_fragmented(ask("a")) is False
 
 
 def test_a_client_is_told_of_its_first_token_once():

@@ -16,9 +16,9 @@ from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Trace, read_e
 from kvcore.errors import StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import Retention
-from kvcore.trace.writer import LiveTrace
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_plugins.traces.live import LiveTrace
 
 KINDS = ["trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst"]
 
