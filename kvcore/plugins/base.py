@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
 
 import attrs
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError, PluginError, PolicyError
 
 
@@ -313,8 +314,21 @@ def has_no_order(value: Any) -> bool:
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
-    """Return the name and the options of `plugin`, in the form of trace headers and reports."""
-    return {"name": plugin.name, "options": plugin.options()}
+    """Return the name and the options of `plugin`, in the form of trace headers and reports.
+
+    What is in a file or a program of its own changes under one name: such a plugin has the
+    digest of its file too, `source`, which `b2sum -l 128` prints; none if the file was edited
+    after it was loaded, and so is not what runs.
+    """
+    described = {"name": plugin.name, "options": plugin.options()}
+    cls = type(plugin)
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is not None and cls.__module__ in (file, "__main__"):
+        path = Path(file)
+        if path.is_file() and path.stat().st_mtime_ns <= cls.__loaded__:
+            digest = blake2b(path.read_bytes(), digest_size=16)
+            described["source"] = digest.hexdigest()
+    return described
 
 
 def qualified(cls: type) -> str:

@@ -99,11 +99,12 @@ def violated(reason: str) -> NoReturn:
     raise ViolationError(reason)
 
 
-class PluginRecord(Struct, forbid_unknown_fields=True):
-    """A plugin of a run: its name and its options."""
+class PluginRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A plugin of a run: its name, its options, and the digest of its file if it is in one."""
 
     name: str
     options: dict[str, Any]
+    source: str | UnsetType = UNSET
 
 
 class WorkloadRecord(Struct, forbid_unknown_fields=True):
@@ -119,7 +120,7 @@ class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     Attributes:
         tier: its name in lines, and in the field `from` of lines of other tiers.
-        name, options: name and options of its plugin.
+        name, options, source: what a `PluginRecord` has of its plugin.
         slots, slot_bytes: number of blocks that it holds, and the bytes of one.
         devices: number of GPUs, whose links to the tier add up.
         recovered: number of blocks that an earlier run had left in it.
@@ -132,6 +133,7 @@ class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
     slot_bytes: Size
     devices: Size
     recovered: Count = 0
+    source: str | UnsetType = UNSET
 
 
 class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -248,7 +250,9 @@ class Header(Event, tag="HEADER", kw_only=True):
     blocks: PoolSize
     plugins: Annotated[
         dict[str, PluginRecord],
-        Meta(description="an object of kinds, each with name and options"),
+        Meta(
+            description="an object of kinds, each with name and options, and source if it is in a file"
+        ),
     ]
     workload: Annotated[
         WorkloadRecord | None,

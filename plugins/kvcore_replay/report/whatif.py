@@ -336,8 +336,9 @@ def config_text(value: Any) -> str:
         return "none"
     if isinstance(value, list):
         return ", ".join(map(config_text, value))
-    if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
-        return plugin_text(value["name"], value["options"])
+    if isinstance(value, Mapping) and value.keys() - {"source"} == {"name", "options"}:
+        edition = f" (source {value['source'][:8]})" if "source" in value else ""
+        return plugin_text(value["name"], value["options"]) + edition
     if isinstance(value, Mapping):
         return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)

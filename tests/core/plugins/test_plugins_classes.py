@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from time import time_ns
 from types import SimpleNamespace
 from typing import ClassVar, Literal
 
@@ -16,6 +19,7 @@ from kvcore.plugins.base import COMPUTED, REQUIRED, Plugin, find_override, uncal
 from kvcore.plugins.manager import KINDS, base_of
 from kvcore.plugins.options import instantiate, summary
 from kvcore.serving.rules import CHOICES
+from kvcore.units import NS_PER_S
 from kvcore_plugins.eviction import LRU
 
 BY_KIND = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tier"])
@@ -369,3 +373,20 @@ def test_an_annotation_below_a_written_constructor_is_to_be_a_parameter():
 
     with pytest.raises(PluginError, match="write an `__init__` with it that calls"):
         Added()
+
+
+def test_a_plugin_in_a_file_is_described_with_the_digest_of_its_file(tmp_path):
+    """`source` is the file's digest, and is left out where the file was edited since."""
+    file = tmp_path / "written.py"
+    file.write_text(
+        "from kvcore import ScoreEviction\n"
+        "class Deepest(ScoreEviction):\n"
+        "    name = 'deepest'\n"
+        "    def score(self, span, now): return -span.end\n"
+    )
+    policy = resolve("eviction", str(file))
+    digest = blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    assert describe(policy) == {"name": "deepest", "options": {}, "source": digest}
+    os.utime(file, ns=(time_ns() + NS_PER_S, time_ns() + NS_PER_S))
+    assert describe(policy) == {"name": "deepest", "options": {}}
+    assert "source" not in describe(LRU())
