@@ -119,7 +119,10 @@ class RunParts:
         self._check()
 
     def _check_modes(self) -> None:
-        """Refuse options that choose a mode of which these are not the parts."""
+        """Refuse options that choose, or need, a mode of which these are not the parts."""
+        if self.config.timed and self.config.accounting == "keys":
+            msg = f"{self._naming('accounting')}under a clock tokens count: leave it out"
+            raise InputError(msg)
         for name, option in self.config.chosen.items():
             with self._about(option):
                 if name not in self.runs:
@@ -437,12 +440,9 @@ class RunParts:
 
     def _geometry(self, keys: int) -> BlockLayout:
         """Return the layout of blocks, for keys of `keys` tokens."""
-        config = self.config
-        size = config.block_size
-        if size is None:
-            size = BLOCK_SIZE if config.timed else keys
-        accounting = "tokens" if config.timed else config.accounting or "keys"
-        return BlockLayout(accounting, size, keys)
+        size, accounting = self.config.block_size, self.config.accounting
+        usual, counted = (BLOCK_SIZE, "tokens") if self.config.timed else (keys, "keys")
+        return BlockLayout(accounting or counted, usual if size is None else size, keys)
 
     def _check_deployment(self) -> None:
         """Refuse a deployment that cannot be, even if the pool has a size of its own."""
