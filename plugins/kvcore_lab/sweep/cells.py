@@ -97,6 +97,9 @@ UNTIMED_COLUMNS = (
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
 )
 
+SHARES = {"share_of_optimum": "hit_blocks", "reuse_share_of_optimum": "reused_blocks"}
+"""The columns of shares of the optimum, with the blocks that each compares."""
+
 HIDDEN = "shares"
 """The column of a journal that tables do not have: what parts of the requests add."""
 
@@ -120,7 +123,7 @@ def type_of(column: str) -> str:
         return "bool"
     if column in COUNTS or column.endswith("_blocks") or column.startswith("preemptions_"):
         return "int"
-    figures = (*TIMED_COLUMNS, *CLUSTER_COLUMNS, *UNTIMED_COLUMNS, "share_of_optimum")
+    figures = (*TIMED_COLUMNS, *CLUSTER_COLUMNS, *UNTIMED_COLUMNS, *SHARES)
     return "float" if column in figures or column.startswith("usd_") else "str"
 
 
