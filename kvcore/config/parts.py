@@ -215,7 +215,7 @@ class RunParts:
         for name in ("retention", "drafter", *([] if takes_tiers else ["tier"])):
             if getattr(config, name):
                 with self._about(name):
-                    raise InputError(self._layers_refusal(plan))
+                    raise InputError(self._layers_refusal(plan, name))
         eviction = self.built("eviction")
         with self._about("checkpoint" if eviction.name == "lru" else "eviction"):
             cache = plan.cache(
@@ -231,11 +231,11 @@ class RunParts:
             self.add_tiers(cache)
         return cache
 
-    def _layers_refusal(self, plan: LayerPlan) -> str:
+    def _layers_refusal(self, plan: LayerPlan, what: str) -> str:
         one = ", or serve the model as one group (disable_hybrid_kv_cache_manager)"
         return (
-            f"the K/V of {self.model.name} is in {plan.where}, which this does not know: leave "
-            f"it out{one if is_pooled(self.model) else ''}"
+            f"the K/V of {self.model.name} is in {plan.where}, which {what} does not know: "
+            f"leave it out{one if is_pooled(self.model) else ''}"
         )
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
@@ -246,7 +246,7 @@ class RunParts:
         """
         if self.layers:
             with self._about("model"):
-                raise InputError(self._layers_refusal(self.layers))
+                raise InputError(self._layers_refusal(self.layers, "this run"))
         cache = KVCache(
             self.blocks,
             self.geometry.block_size,

@@ -188,7 +188,8 @@ class WorkloadCache:
     Attributes:
         plugins: the installed plugins.
         file: returns the digest of a file, which is computed once.
-        told: the notes on the run of the latest cell, such as prompts without positions.
+        told: the notes on the run of the latest cell, such as prompts without positions, or
+            a pool that keeps more than its model needs.
     """
 
     def __init__(self) -> None:
@@ -382,6 +383,8 @@ class CellRun:
 
     def _replayed(self) -> dict[str, Any]:
         parts = self.parts
+        note = "" if parts.config.memory is None else parts.deployment.layout.pool_note
+        self._known.told = [note] if note else []
         if self.cache is None:
             future = self._known.future(parts)
             optimum = cast("Belady", self.eviction)
