@@ -498,7 +498,7 @@ def test_a_table_of_positions_bounds_a_sequence(family, positions):
 
 
 def length_run(model, *lengths, generator=None, **limits):
-    """Return the result of texts of `model` with prompts of `lengths` that begin alike."""
+    """Return the result of texts of `model` with prompts of `lengths` of a common beginning."""
     texts = [
         text_request(tokens, prompt(90)[0, :tokens].tolist(), output=12, block_size=4)
         for tokens in lengths

@@ -117,7 +117,7 @@ def test_what_a_returned_request_has_not_used_before_counts():
 
 
 def test_a_request_hits_blocks_that_it_then_stores_again():
-    """What a request has hit and stores again after a preemption has one use of it."""
+    """Blocks that a request has hit and stores again after a preemption have one use of it."""
     cache = make(4, TinyLFU(), accounting="keys")
     serve(cache, "ab")
     request = ask("ab")
