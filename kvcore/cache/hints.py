@@ -31,10 +31,8 @@ def priority_steps(request: Request, block_size: int) -> list[PriorityStep]:
         )
         for hint in request.retention
     ]
-    borders = sorted({border for start, end, _, _ in ranges for border in (start, end)} - {0})
-    steps: list[PriorityStep] = []
-    begin = 0
-    for border in borders:
+    begin, steps = 0, list[PriorityStep]()
+    for border in sorted({border for hint in ranges for border in hint[:2]} - {0}):
         hints = [(p, d) for start, end, p, d in ranges if start <= begin < end]
         priority, duration = max(
             hints,
@@ -58,8 +56,7 @@ def hinted_ranges(steps: list[PriorityStep]) -> list[PriorityRange]:
 
 def hint_borders(steps: list[PriorityStep]) -> list[int]:
     """Return the blocks at which a hinted range begins or ends, sorted."""
-    ranges = hinted_ranges(steps)
-    return sorted({border for start, end, _, _ in ranges for border in (start, end)})
+    return sorted({border for hinted in hinted_ranges(steps) for border in hinted[:2]})
 
 
 def apply_hints(deepest: Span, steps: list[PriorityStep], now: int) -> None:
@@ -84,9 +81,8 @@ def apply_hints(deepest: Span, steps: list[PriorityStep], now: int) -> None:
 
 def may_append(span: Span, priority: int, until: int | None) -> bool:
     """Return True if `span` has that priority, which would end no earlier than it does now."""
-    if span.priority != priority:
-        return False
-    return until is None or (span.priority_until is not None and span.priority_until <= until)
+    ends = span.priority_until
+    return span.priority == priority and (until is None or (ends is not None and ends <= until))
 
 
 def raise_priority(span: Span, priority: int, until: int | None, now: int) -> None:
@@ -95,8 +91,7 @@ def raise_priority(span: Span, priority: int, until: int | None, now: int) -> No
     if span.priority < priority:
         span.priority, span.priority_until = priority, until
     elif span.priority == priority and span.priority_until is not None:
-        longer = until is None or until > span.priority_until
-        span.priority_until = until if longer else span.priority_until
+        span.priority_until = None if until is None else max(until, span.priority_until)
 
 
 def reset_lapsed_priority(span: Span, now: int) -> None:

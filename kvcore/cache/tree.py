@@ -410,7 +410,7 @@ class SpanTree:
         return upto
 
     def _switch_to_cached(self, seq: CacheSequence, upto: int, now: int) -> None:
-        """Replace blocks that `seq` has computed by cached ones of the same content."""
+        """Replace blocks that `seq` has computed by equal cached ones, where its hints hold."""
         top = seq.span
         span, end = self._call(self.index, "match", self._match, seq.keys, upto, top)
         path: list[Span] = []
@@ -424,6 +424,11 @@ class SpanTree:
                 self.drop_expired(child, seq.request.id, now)
                 break
             self._switch(seq, child, min(child.end, end), now)
+        if seq.priorities is not None:
+            steps: list[PriorityStep] = [(top.end, DEFAULT_PRIORITY, None)]
+            steps += (step for step in seq.priorities if step[0] > top.end)
+            self._split_at_hints(seq.span, steps)
+            apply_hints(seq.span, steps, now)
 
     def _switch(self, seq: CacheSequence, child: Span, stop: int, now: int) -> None:
         """Pin `child` up to position `stop` for `seq`, and free its private blocks there."""

@@ -119,7 +119,10 @@ class RunParts:
         self._check()
 
     def _check_modes(self) -> None:
-        """Refuse options that choose a mode of which these are not the parts."""
+        """Refuse options that choose, or need, a mode of which these are not the parts."""
+        if self.config.timed and self.config.accounting == "keys":
+            msg = f"{self._naming('accounting')}under a clock tokens count: leave it out"
+            raise InputError(msg)
         for name, option in self.config.chosen.items():
             with self._about(option):
                 if name not in self.runs:
@@ -212,7 +215,7 @@ class RunParts:
         for name in ("retention", "drafter", *([] if takes_tiers else ["tier"])):
             if getattr(config, name):
                 with self._about(name):
-                    raise InputError(self._layers_refusal(plan))
+                    raise InputError(self._layers_refusal(plan, name))
         eviction = self.built("eviction")
         with self._about("checkpoint" if eviction.name == "lru" else "eviction"):
             cache = plan.cache(
@@ -228,11 +231,11 @@ class RunParts:
             self.add_tiers(cache)
         return cache
 
-    def _layers_refusal(self, plan: LayerPlan) -> str:
+    def _layers_refusal(self, plan: LayerPlan, what: str) -> str:
         one = ", or serve the model as one group (disable_hybrid_kv_cache_manager)"
         return (
-            f"the K/V of {self.model.name} is in {plan.where}, which this does not know: leave "
-            f"it out{one if is_pooled(self.model) else ''}"
+            f"the K/V of {self.model.name} is in {plan.where}, which {what} does not know: "
+            f"leave it out{one if is_pooled(self.model) else ''}"
         )
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
@@ -243,7 +246,7 @@ class RunParts:
         """
         if self.layers:
             with self._about("model"):
-                raise InputError(self._layers_refusal(self.layers))
+                raise InputError(self._layers_refusal(self.layers, "this run"))
         cache = KVCache(
             self.blocks,
             self.geometry.block_size,
@@ -437,12 +440,9 @@ class RunParts:
 
     def _geometry(self, keys: int) -> BlockLayout:
         """Return the layout of blocks, for keys of `keys` tokens."""
-        config = self.config
-        size = config.block_size
-        if size is None:
-            size = BLOCK_SIZE if config.timed else keys
-        accounting = "tokens" if config.timed else config.accounting or "keys"
-        return BlockLayout(accounting, size, keys)
+        size, accounting = self.config.block_size, self.config.accounting
+        usual, counted = (BLOCK_SIZE, "tokens") if self.config.timed else (keys, "keys")
+        return BlockLayout(accounting or counted, usual if size is None else size, keys)
 
     def _check_deployment(self) -> None:
         """Refuse a deployment that cannot be, even if the pool has a size of its own."""

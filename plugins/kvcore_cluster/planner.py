@@ -358,6 +358,9 @@ class Autoscaler:
         changes: the changes so far, in order.
         rented: by replica of the pool, ns for which it was paid for, start-up and drain
             included.
+
+    Raises:
+        InputError: the planner is to have more replicas up than there are.
     """
 
     def __init__(
@@ -368,6 +371,15 @@ class Autoscaler:
         begin: int,
         phase: Phase = "both",
     ) -> None:
+        for option, needed in (("least", planner.least), ("start", planner.start)):
+            if needed > len(servers):
+                there = "1 replica" if len(servers) == 1 else f"{len(servers)} replicas"
+                of_phase = "" if phase == "both" else f" to {phase}"
+                msg = (
+                    f"planner {planner.name!r}: {option}={needed} of {there}{of_phase}: give "
+                    f"as many, or a lower {option}"
+                )
+                raise InputError(msg)
         planner.bind()
         self.planner = planner
         self.interval, self.start_up = (

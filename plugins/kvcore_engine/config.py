@@ -19,6 +19,7 @@ from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import TextRequest, text_request
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 from kvcore_engine.engine import run as run_engine
+from kvcore_engine.engine import within_model
 from kvcore_engine.executor import tensor_layout
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class EngineParts(RunParts):
         self._prompts = prompts
         self._max_output = MAX_OUTPUT if max_output is None else max_output
         super().__init__(config, plugins, naming=naming)
-        self.batching = self.batching.within(self.generator.positions)
+        self.batching = within_model(self.batching, self.generator)
 
     def arguments(self, trace: Recorder | None = None) -> dict[str, Any]:
         """Build the keyword arguments of one run on tensors, all but its requests."""

@@ -23,6 +23,7 @@ from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, served_batching, serving_parts
 from kvcore.workloads import notes_of
 from kvcore_engine.executor import Computing, TensorExecutor
+from kvcore_engine.generator import HuggingFace
 from kvcore_engine.reads import AttentionReads
 from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
@@ -147,7 +148,7 @@ def run(
         raise InputError(msg)
     built_generator: Generator = resolve("generator", generator)
     built_backend: Backend = resolve("backend", backend)
-    batching = batching.within(built_generator.positions)
+    batching = within_model(batching, built_generator)
     texts = False
     if cache.tiers is not None:
         requests = iter(workload)
@@ -196,6 +197,16 @@ def run(
         drafter=built_drafter,
         drafted=executor.drafted,
     )
+
+
+def within_model(batching: Batching, generator: Generator) -> Batching:
+    """Return the caps with sequences that the model of a generator has positions for.
+
+    A model of Hugging Face takes its rotary factors by the longest sequence there may be.
+    """
+    if isinstance(generator, HuggingFace):
+        generator.max_model_len = batching.max_model_len
+    return batching.within(generator.positions)
 
 
 def tensor_executor(cache: ServedCache, *arguments: Any, **options: Any) -> TensorExecutor:

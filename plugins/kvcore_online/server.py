@@ -385,9 +385,9 @@ class Server:
             longest, limit = cache.pool.blocks * cache.geometry.block_size, "the cache"
             if batching.max_model_len is not None and batching.max_model_len <= longest:
                 longest, limit = batching.max_model_len, "max_model_len"
-            if isinstance(self._model, HuggingFace) and self._model.rotary_length is not None:
+            if isinstance(self._model, HuggingFace) and self._model.text_length is not None:
                 # Else one long call would end the server.
-                self._model.rotary_length.check(longest - 1)
+                self._model.text_length.check(longest - 1)
             self._reader = CallReader(
                 self._model, self.model, longest, limit, answers=config.requests
             )

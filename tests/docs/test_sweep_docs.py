@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_here
 
-from kvcore_lab.sweep.cells import RESULTS
+from kvcore_lab.sweep.cells import RESULTS, SHARES
 from kvcore_lab.sweep.grid import sweep_keys
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_the_reference_has_every_column():
 
     For a column of a distribution it has the name of the time and of the statistic.
     """
-    for column in [*RESULTS["simulate"], *RESULTS["compare"], "share_of_optimum", "pool_bytes"]:
+    for column in [*RESULTS["simulate"], *RESULTS["compare"], *SHARES, "pool_bytes"]:
         time, _, part = column.rpartition("_s_")
         if time and part:
             assert f"`{time}_s`" in REFERENCE, column

@@ -15,6 +15,7 @@ from helpers.hugging import (  # noqa: E402
     MIXED,
     SIZES,
     VOCABULARY,
+    longrope_fixed,
     paged_cache,
     prompt,
     tiny,
@@ -496,28 +497,72 @@ def test_a_table_of_positions_bounds_a_sequence(family, positions):
         assert len(result.log.reasons) == 2
 
 
+def length_run(model, *lengths, generator=None, **limits):
+    """Return the result of texts of `model` with prompts of `lengths` of a common beginning."""
+    texts = [
+        text_request(tokens, prompt(90)[0, :tokens].tolist(), output=12, block_size=4)
+        for tokens in lengths
+    ]
+    return run(
+        texts, cache=KVCache(100, 4, ids=True), generator=generator or HuggingFace(model),
+        backend="torch-cpu", dtype="fp64", batching=Batching(**limits),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_frequencies_that_change_with_the_length_bound_a_run(monkeypatch, kind):
-    """A text in the constant length gets its tokens alone; a longer one is refused by name."""
+    """A text in the original length gets the tokens that the model itself generates."""
     monkeypatch.setitem(FAMILIES, kind, LENGTHS[kind])
     model, ids = tiny(kind), prompt(90)
     expected = model.generate(ids[:, :52], do_sample=False, max_new_tokens=12)[0, 52:].tolist()
+    assert length_run(model, 52).outputs == {52: expected}
+    assert length_run(model, 52, 90, max_model_len=64).outputs == {52: expected}
 
-    def outputs(length, **limits):
-        texts = [
-            text_request(name, ids[0, :tokens].tolist(), output=12, block_size=4)
-            for name, tokens in (("short", 52), ("long", length))
-        ]
-        return run(
-            texts, cache=KVCache(100, 4, ids=True), generator=HuggingFace(model),
-            backend="torch-cpu", dtype="fp64", **limits,
-        ).outputs  # fmt: skip
 
-    assert outputs(52) == {"short": expected, "long": expected}
-    bounded = outputs(90, batching=Batching(max_model_len=64))
-    assert bounded == {"short": expected}
-    with pytest.raises(InputError, match=f"'{kind}'.* beyond 64 tokens.*max_model_len=64"):
-        outputs(90)
+def test_dynamic_frequencies_are_refused_beyond_the_original_length(monkeypatch):
+    """A text at which `dynamic` frequencies change is refused by name, with any limit."""
+    monkeypatch.setitem(FAMILIES, "dynamic", LENGTHS["dynamic"])
+    for longest in (None, 128):
+        with pytest.raises(InputError, match=r"'dynamic'.* beyond 64 tokens.*max_model_len=64"):
+            length_run(tiny("dynamic"), 52, 90, max_model_len=longest)
+
+
+def test_longrope_without_a_limit_ends_at_its_original_length(monkeypatch):
+    """By default short factors hold, and no text is longer than they do, as in vLLM."""
+    monkeypatch.setitem(FAMILIES, "longrope", LENGTHS["longrope"])
+    result = length_run(tiny("longrope"), 52, 60, 90)
+    assert result.batching.max_model_len == 64
+    assert {tokens: len(output) for tokens, output in result.outputs.items()} == {52: 12, 60: 4}
+
+
+def test_longrope_with_a_longer_limit_has_its_long_factors_throughout(monkeypatch):
+    """With a limit beyond the original length all texts have long factors, and share blocks."""
+    monkeypatch.setitem(FAMILIES, "longrope", LENGTHS["longrope"])
+    model, ids = tiny("longrope"), prompt(90)
+    with longrope_fixed(model):
+        expected = {
+            tokens: model.generate(ids[:, :tokens], do_sample=False, max_new_tokens=12)
+            for tokens in (52, 60, 90)
+        }
+    result = length_run(model, 52, 60, 90, max_model_len=128, max_seqs=1)
+    assert result.outputs == {n: ids[0, n:].tolist() for n, ids in expected.items()}
+    assert result.cache.stats.hit_tokens == 52 + 60
+
+
+def test_runs_of_one_generator_have_the_factors_of_their_own_limits(monkeypatch):
+    """Factors are those of the run, whatever an earlier run of the generator had."""
+    monkeypatch.setitem(FAMILIES, "longrope", LENGTHS["longrope"])
+    model = tiny("longrope")
+    fresh = [length_run(tiny("longrope"), 52, max_model_len=longest) for longest in (64, 128)]
+    generators = [HuggingFace(model) for _ in range(2)]
+    again = [
+        length_run(model, 52, generator=generator, max_model_len=longest)
+        for generator, longest in zip(generators, (64, 128), strict=True)
+    ]
+    assert [run.outputs for run in again] == [run.outputs for run in fresh]
+    assert fresh[0].outputs != fresh[1].outputs
+    # Tiers keep the K/V of both apart.
+    assert generators[0].identity() != generators[1].identity()
 
 
 def test_tools_go_through_the_chat_template(tokenizer):

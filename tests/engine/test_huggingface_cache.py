@@ -13,6 +13,7 @@ from helpers.hugging import (  # noqa: E402
     FAMILIES,
     LENGTHS,
     Poisoned,
+    longrope_fixed,
     padded,
     paged_cache,
     prompt,
@@ -143,6 +144,31 @@ def test_frequencies_that_change_with_the_length_bound_a_batch(monkeypatch, kind
             generated(model, too_long, paged, max_new_tokens=more)
         assert generated(model, within, paged).tolist() == expected.tolist()
     paged.cache.check_integrity()
+
+
+def test_longrope_beyond_its_original_length_has_its_long_factors_throughout(monkeypatch):
+    """With a longer `max_model_len` short and long texts share blocks of long factors."""
+    monkeypatch.setitem(FAMILIES, "longrope", LENGTHS["longrope"])
+    model, ids = tiny("longrope"), prompt(90)
+    before = generated(model, ids[:, :52])
+    with longrope_fixed(model):
+        expected = [generated(model, ids[:, :tokens]) for tokens in (52, 60, 90)]
+    paged = PagedCache(KVCache(64, 4, ids=True), Poisoned(), max_model_len=102)
+    found = [generated(model, ids[:, :tokens], paged) for tokens in (52, 60, 90)]
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+    assert paged.cache.stats.hit_tokens == 52 + 60
+    assert generated(model, ids[:, :52]).tolist() == before.tolist() != found[0].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "longrope"])
+def test_no_text_is_longer_than_the_max_model_len(monkeypatch, family):
+    """A step beyond `max_model_len` is refused, whatever the model."""
+    monkeypatch.setitem(FAMILIES, "longrope", LENGTHS["longrope"])
+    paged = PagedCache(KVCache(64, 4, ids=True), Poisoned(), max_model_len=80)
+    with pytest.raises(InputError, match=r"81 tokens .*max_model_len=80: give shorter texts"):
+        generated(tiny(family), prompt(75), paged)
+    with pytest.raises(InputError, match="max_model_len=0: give whole tokens"):
+        PagedCache(KVCache(64, 4, ids=True), Poisoned(), max_model_len=0)
 
 
 def test_blocks_hit_in_a_later_attachment():

@@ -318,7 +318,7 @@ def test_what_groups_do_not_know_is_refused(options, message):
 
 def test_a_model_with_states_has_no_other_group():
     """Where states are kept, the refusal of an option does not advise one group for all."""
-    with pytest.raises(InputError, match=r"which this does not know: leave it out$"):
+    with pytest.raises(InputError, match=r"which drafter does not know: leave it out$"):
         kvcore.run(
             "mooncake", limit=2, drafter="prompt-lookup",
             generator=HuggingFace(tiny("qwen3-next", dtype=torch.float32)),
@@ -333,7 +333,7 @@ def test_options_that_groups_do_not_know_are_refused(option):
     }[option]  # fmt: skip
     options = {option: value, "limit": 2, "generator": HuggingFace(tiny("gemma3-mixed"))}
     with pytest.raises(
-        InputError, match=f"{option}.*in cache groups, which this does not know"
+        InputError, match=f"{option}.*in cache groups, which {option} does not know"
     ):
         kvcore.run("mooncake", **options)
     options["generator"] = HuggingFace(tiny("gemma3-mixed"))

@@ -1,5 +1,6 @@
 """Tiny random Hugging Face models, and paged caches for them."""
 
+from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
@@ -131,6 +132,17 @@ def padded(*lengths):
     for row, length in enumerate(lengths):
         ids[row, longest - length :] = prompt(length, seed=row)
     return ids, (ids != 0).long()
+
+
+@contextmanager
+def longrope_fixed(model):
+    """Give a model with `longrope` its long factors at all lengths, by its tables."""
+    rotary = model.base_model.rotary_emb
+    short = rotary.original_inv_freq
+    rotary(torch.zeros(1), torch.tensor([[1000]]))
+    rotary.original_inv_freq = rotary.long_inv_freq
+    yield
+    rotary.original_inv_freq = short
 
 
 class Poisoned(TorchCPU):

@@ -276,3 +276,14 @@ def test_an_option_that_is_left_out_is_none_in_the_table():
     grid = Grid("simulate", retention=["none", "h2o:budget=512"], seed=1)
     results = ({"goodput": 2.0, "retention": None}, {"goodput": 1.0, "retention": "h2o"})
     assert SweepReport(timed(grid, *results)).table.rows[0][0] == "none"
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_over_tiers_the_share_of_the_optimum_is_of_what_is_reused(earlier):
+    """A table of reuse over tiers shows its share; in earlier documents it had the one name."""
+    grid = Grid("compare", blocks=90, tier=["none", "host:memory=1GiB"], eviction="lru")
+    sweep = untimed(grid, 0.2, 0.2, best=0.8)
+    for row, cell in zip(sweep.rows, grid, strict=True):
+        row |= {"tier": str(cell.tier), "reuse_ratio_block": 0.5}
+        row["share_of_optimum" if earlier else "reuse_share_of_optimum"] = 0.625
+    assert [row[-1] for row in SweepReport(sweep).table.rows] == ["62.5%"] * 2

@@ -85,21 +85,23 @@ def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
         assert row["hit_blocks"] == other.hit_blocks
         assert row["evicted_blocks"] == other.evicted_blocks
         assert row["share_of_optimum"] == other.share_of_optimum
+        assert row["reuse_share_of_optimum"] == row["share_of_optimum"]
         assert row["hit_ratio_request"] == other.hit_ratio["request"]
 
 
-def test_with_tiers_the_share_of_the_optimum_is_of_what_both_reuse(swept):
-    """With a tier, the share of the optimum is that of what pool or tier had."""
+def test_with_tiers_there_are_shares_of_hits_and_of_what_is_reused(swept):
+    """A share of the optimum is that of hits in the pool, another of what pool or tier had."""
     axes = {
         "eviction": ["optimum", "lru"],
         "blocks": [20],
         "tier": ["none", "host:memory=64MiB"],
     }
     rows = swept("compare", workload=ZIPF, **axes).rows
-    reused = {(row["tier"], row["eviction"]): row["reused_blocks"] for row in rows}
+    optima = {row["tier"]: row for row in rows if row["eviction"] == "optimum"}
     for row in rows:
-        most = reused[row["tier"], "optimum"]
-        assert row["share_of_optimum"] == row["reused_blocks"] / most
+        most = optima[row["tier"]]
+        assert row["share_of_optimum"] == row["hit_blocks"] / most["hit_blocks"]
+        assert row["reuse_share_of_optimum"] == row["reused_blocks"] / most["reused_blocks"]
     assert any(row["reused_blocks"] > row["hit_blocks"] for row in rows)
 
 

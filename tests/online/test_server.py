@@ -845,6 +845,20 @@ def test_a_server_of_length_dependent_frequencies_needs_their_length(monkeypatch
         assert ask(server, "/v1/completions", body)[0] == 200
 
 
+@pytest.mark.parametrize(("longest", "served"), [(None, 64), (128, 128)])
+def test_a_server_of_longrope_serves_the_length_that_its_factors_hold_for(
+    monkeypatch, longest, served
+):
+    """Short factors serve texts of the original length; with a longer limit long ones do."""
+    hugging = pytest.importorskip("helpers.hugging", reason="needs transformers")
+    monkeypatch.setitem(hugging.FAMILIES, "longrope", hugging.LENGTHS["longrope"])
+    model = hugging.tiny("longrope", dtype=hugging.torch.float32)
+    with serving(generator=HuggingFace(model), max_model_len=longest) as server:
+        for tokens, status in ((served, 200), (served + 1, 400)):
+            body = json.dumps({"prompt": [5] * (tokens - 2), "max_tokens": 2}).encode()
+            assert ask(server, "/v1/completions", body)[0] == status
+
+
 def test_the_trace_of_a_cache_that_is_inconsistent_stays(tmp_path, monkeypatch):
     """If the check of the cache fails at the end, the trace is kept as `.part`."""
 

@@ -6,11 +6,22 @@ from random import Random
 from weakref import WeakSet
 
 import pytest
-from helpers.caches import ask, make, serve, spans
+from helpers.caches import ask, compute, make, serve, spans
 from helpers.requests import keyed
 
 from kvcore import InputError, KVCache
-from kvcore_plugins.eviction import LFU, LRU, LRUK, TailLRU, TinyLFU, survival, tool_ttl
+from kvcore_plugins.eviction import (
+    ARC,
+    LFU,
+    LRU,
+    LRUK,
+    S3FIFO,
+    TailLRU,
+    TinyLFU,
+    first_use,
+    survival,
+    tool_ttl,
+)
 from kvcore_plugins.eviction import workload_aware as workload
 from kvcore_replay.untimed import replay
 
@@ -62,6 +73,68 @@ def test_lruk_counts_uses_before_an_eviction():
     texts = ["a", "b", "c", "a", "d", "e"]
     assert "|a" in kept(LRUK(), 2, texts)
     assert "|a" not in kept(LRUK(history=0), 2, texts)
+
+
+USED_AGAIN = {
+    LRUK: lambda _, span: span.data[2] > 0,
+    S3FIFO: lambda _, span: span.data.in_main,
+    ARC: lambda _, span: span.data,
+    TinyLFU: lambda policy, span: policy._frequency(span) > 1,
+}
+
+
+@pytest.mark.parametrize("policy", USED_AGAIN)
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_return_after_an_eviction_is_no_other_use(policy, returns):
+    """A preempted request whose blocks were evicted stores them again: no use but the first.
+
+    If another request stores them, it is one.
+    """
+    cache = make(3, policy(), accounting="keys")
+    serve(cache, "t", "t", "t")
+    request = ask("a")
+    cache.close(compute(cache, cache.open(request)), preempted=returns)
+    serve(cache, "b", "c")
+    assert "|a" not in spans(cache)
+    again = request if returns else ask("a")
+    compute(cache, cache.open(again, resumed=returns))
+    span = spans(cache)["|a"]
+    assert USED_AGAIN[policy](cache.eviction, span) is not returns
+
+
+def test_what_a_returned_request_has_not_used_before_counts():
+    """Only the blocks of before its preemption are no use, and only until it ends."""
+    cache = make(4, TinyLFU(), accounting="keys")
+    request = ask("abcd")
+    first = cache.open(request, 2 * 4)
+    cache.close(compute(cache, first), preempted=True)
+    serve(cache, "wxyz")
+    seq = compute(cache, cache.open(request, resumed=True))
+    frequency = cache.eviction._sketch.estimate
+    assert [frequency(key) for key in request.keys] == [1, 1, 1, 1]
+    cache.close(seq)
+    assert not cache.eviction._uses._reached
+
+
+def test_a_request_hits_blocks_that_it_then_stores_again():
+    """Blocks that a request has hit and stores again after a preemption have one use of it."""
+    cache = make(4, TinyLFU(), accounting="keys")
+    serve(cache, "ab")
+    request = ask("ab")
+    cache.close(compute(cache, cache.open(request)), preempted=True)
+    serve(cache, "wxyz")
+    cache.open(request, resumed=True)
+    compute(cache, next(iter(cache.sequences.values())))
+    assert [cache.eviction._sketch.estimate(key) for key in request.keys] == [2, 2]
+
+
+def test_as_many_running_requests_are_followed_as_may_run(monkeypatch):
+    """Where no request ends, as in a tier, those that came last are followed."""
+    monkeypatch.setattr(first_use, "_RUNNING", 2)
+    cache = make(8, ARC(), accounting="keys")
+    for text in "abcd":
+        compute(cache, cache.open(ask(text)))
+    assert len(cache.eviction._uses._reached) == 2
 
 
 def test_lruk_counts_a_burst_once():

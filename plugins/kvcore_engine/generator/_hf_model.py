@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -317,62 +319,120 @@ def positions_of(model: PreTrainedModel) -> int | None:
     return None
 
 
-@attrs.frozen
-class RotaryLength:
-    """The length up to which a model rotates keys in one way, whatever is in their batch.
+@attrs.frozen(eq=False)
+class TextLength:
+    """The most tokens of a text of a model through a paged cache, and the factors up to there.
 
-    Rotary embeddings `dynamic` and `longrope` take other frequencies once a position of the
-    batch is beyond the length that the model was first trained for. Cached keys would then
-    be those of one batch, and wrong in another.
+    transformers rotates all keys of a batch in another way once a position of it is beyond the
+    length that the model was first trained for. Cached keys would then be those of one batch,
+    and wrong in another. Of `longrope` one of the two sets of factors therefore holds for
+    all texts, as in vLLM: the long ones if texts may be longer than that length, else the short
+    ones. Of `dynamic` there is a set for each length, so that no text may be longer.
 
     Attributes:
         model: the name of the model's class.
-        kind: the kind of embedding, `dynamic` or `longrope`.
-        tokens: the number of positions up to which frequencies are constant.
+        tokens: the most tokens of a text.
+        kind: the kind of rotary embedding that bounds them; None: `max_model_len` alone does.
+        extended: the rotary modules whose long factors hold for all texts, each with a position
+            at which transformers takes them.
     """
 
     model: str
-    kind: str
     tokens: int
+    kind: str | None
+    extended: tuple[tuple[Module, int], ...] = ()
 
     @classmethod
-    def of(cls, model: Module) -> RotaryLength | None:
-        """Return the least length of a `model`; None: no embedding has one. O(modules)."""
-        lengths = [
-            (_constant_length(module, layers, kind), kind)
+    def of(cls, model: Module, max_model_len: int | None) -> TextLength | None:
+        """Return the length of texts of `model`, of `max_model_len` if that is given.
+
+        None: they may be of any. O(modules).
+        """
+        found = [
+            (_original_length(module, layers, kind), kind, module)
             for module in model.modules()
             for layers, kind in _rope_kinds(module).items()
             if kind in _LENGTH_DEPENDENT
         ]
+        lengths: list[tuple[int, str | None]] = []
+        extended: dict[Module, int] = {}
+        for tokens, kind, module in found:
+            if kind == "longrope" and max_model_len is not None and max_model_len > tokens:
+                extended[module] = max(tokens, extended.get(module, 0))
+            else:
+                lengths.append((tokens, kind))
+        if max_model_len is not None:
+            lengths.append((max_model_len, None))
         if not lengths:
             return None
-        tokens, kind = min(lengths)
-        return cls(type(model).__name__, kind, tokens)
+        tokens, reason = min(lengths, key=lambda length: length[0])
+        return cls(type(model).__name__, tokens, reason, tuple(extended.items()))
+
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Let the long factors hold inside the `with` block, at whatever positions.
+
+        transformers takes them for a batch that has a position beyond the original length:
+        so it gets one more, whose angles are dropped.
+        """
+        with ExitStack() as undo:
+            for module, position in self.extended:
+                more = partial(_with_position, position)
+                before = module.register_forward_pre_hook(more, with_kwargs=True)
+                undo.callback(before.remove)
+                undo.callback(module.register_forward_hook(_without_last).remove)
+            yield
 
     def check(self, last: int) -> None:
-        """Refuse a largest position `last` at which keys would depend on their batch.
+        """Refuse a text whose largest position is `last` if it is too long.
 
         Raises:
-            InputError: frequencies change at this position.
+            InputError: it has more tokens than a text may have.
         """
-        if last >= self.tokens:
+        if last < self.tokens:
+            return
+        text = f"{last + 1:,} tokens of {self.model} in a paged cache"
+        if self.kind == "dynamic":
             msg = (
-                f"{last + 1:,} tokens of {self.model} in a paged cache: its rotary embedding "
-                f"{self.kind!r} takes other frequencies beyond {self.tokens:,} tokens, for all "
-                "keys of a batch, so that cached K/V would be wrong; give shorter texts "
-                f"(max_model_len={self.tokens} in a run or a server), or generate without a "
-                "paged cache"
+                f"{text}: its rotary embedding {self.kind!r} takes other frequencies beyond "
+                f"{self.tokens:,} tokens, for all keys of a batch, so that cached K/V would be "
+                f"wrong; give shorter texts (max_model_len={self.tokens} in a run or a "
+                "server), or generate without a paged cache"
             )
-            raise InputError(msg)
+        elif self.kind is not None:
+            msg = (
+                f"{text}: its rotary embedding {self.kind!r} takes its long factors beyond "
+                f"{self.tokens:,} tokens, for all keys of a batch; give shorter texts, or the "
+                "length of the longest as max_model_len, with which they hold for all texts"
+            )
+        else:
+            msg = f"{text} of max_model_len={self.tokens}: give shorter texts, or a larger one"
+        raise InputError(msg)
 
 
-def _constant_length(module: Module, layers: str | None, kind: str) -> int:
+def _original_length(module: Module, layers: str | None, kind: str) -> int:
     """Return the number of positions before a rotary `module` changes its frequencies."""
     if kind == "dynamic":
         return int(module.original_max_seq_len)  # type: ignore[arg-type]
     parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
     own = parameters if layers is None else parameters[layers]
     return int(own["original_max_position_embeddings"])
+
+
+def _with_position(
+    position: int, module: Module, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add a position to those for which a rotary module is to return angles."""
+    call = inspect.signature(module.forward).bind(*given, **named)
+    positions: Tensor = call.arguments["position_ids"]
+    more = positions.new_full((*positions.shape[:-1], 1), position)
+    call.arguments["position_ids"] = torch.cat([positions, more], dim=-1)
+    return call.args, call.kwargs
+
+
+def _without_last(_: Module, __: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Drop the last position of the cosines and sines that a rotary module returns."""
+    return tuple(table[..., :-1, :] for table in tables)
 
 
 @torch.no_grad()

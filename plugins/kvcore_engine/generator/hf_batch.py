@@ -17,7 +17,7 @@ from kvcore_engine.compaction import Compactor
 from kvcore_engine.generator._hf_model import (
     AttentionCache,
     PackedCache,
-    RotaryLength,
+    TextLength,
     cache_argument,
 )
 
@@ -47,14 +47,14 @@ class PagedBatch(AttentionCache):
         body: Module,
         serials: Iterator[int],
         compactor: Compactor,
-        rotary_length: RotaryLength | None,
+        text_length: TextLength | None,
     ) -> None:
         super().__init__()
         self.sequences: list[Sequence] = []
         self._cache = cache
         self._backend = backend
         self._body = body
-        self._rotary_length = rotary_length
+        self._text_length = text_length
         self._serials = serials
         self._compactor = compactor
         self._columns = 0
@@ -68,17 +68,15 @@ class PagedBatch(AttentionCache):
 
         Raises:
             InputError: padding cannot be left out, this is another batch than before, or
-                rotary frequencies change at one of the positions.
+                a text is longer than it may be.
             OutOfBlocks: there are too few free blocks; the batch has freed all its blocks.
         """
         try:
             real = self._real_tokens(inputs)
-            if self._rotary_length is not None:  # Else no position is read from a device.
+            if self._text_length is not None:  # Else no position is read from a device.
                 positions = inputs.get("position_ids")
                 end = self._columns + real.shape[1]
-                self._rotary_length.check(
-                    end - 1 if positions is None else int(positions.max())
-                )
+                self._text_length.check(end - 1 if positions is None else int(positions.max()))
             if not self.sequences:
                 inputs, real = self._admit(inputs, real)
             self._plan_step(real)

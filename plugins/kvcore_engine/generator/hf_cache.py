@@ -18,7 +18,7 @@ from kvcore.plugins import resolve
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.generator._hf_model import (
-    RotaryLength,
+    TextLength,
     cache_argument,
     dtype_of,
     layer_types,
@@ -57,14 +57,18 @@ class PagedCache:
             the groups of the model, for greedy or sampled texts.
         backend: stores the K/V; allocated at the first `attached`. Given as an instance, a
             class or a text.
+        max_model_len: the most tokens of a text. With more than the original length of a model
+            with `longrope` embeddings its long factors hold for all texts, as in vLLM; None:
+            that length where there is one, else any.
 
     Raises:
-        InputError: the cache has no block ids, the backend is in use, or the retention policy
-            selects no single tokens.
+        InputError: the cache has no block ids, the backend is in use, the retention policy
+            selects no single tokens, or `max_model_len` is no number of tokens.
     """
 
     cache: KVCache | GroupedCache
     backend: Backend = attrs.field(converter=_backend)
+    max_model_len: int | None = None
     _model: PreTrainedModel | None = attrs.field(init=False, default=None, repr=False)
     _batches: list[PagedBatch] = attrs.field(init=False, factory=list, repr=False)
     _own: PagedBatch | None = attrs.field(init=False, default=None, repr=False)
@@ -72,11 +76,14 @@ class PagedCache:
     _is_attached: bool = attrs.field(init=False, default=False, repr=False)
     _keeps_batch: bool = attrs.field(init=False, default=False, repr=False)
     _compactor: Compactor | None = attrs.field(init=False, default=None, repr=False)
-    _rotary_length: RotaryLength | None = attrs.field(init=False, default=None, repr=False)
+    _text_length: TextLength | None = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check that the cache has block tables of tokens, and bind the backend."""
-        geometry = self.cache.geometry
+        geometry, longest = self.cache.geometry, self.max_model_len
+        if longest is not None and (type(longest) is not int or longest < 1):
+            msg = f"max_model_len={longest!r}: give whole tokens, at least 1, or None"
+            raise InputError(msg)
         if (
             not isinstance(self.cache.pool, BlockPool)
             or geometry.accounting != "tokens"
@@ -110,6 +117,8 @@ class PagedCache:
         with ExitStack() as undo:
             undo.callback(model.set_attn_implementation, switch_over(model))
             self._bind(model)
+            if self._text_length is not None:
+                undo.enter_context(self._text_length.fixed())
             if self.cache.grouped:
                 from kvcore_engine.generator.hf_grouped import generate_through_groups  # noqa: PLC0415 - few models need it
 
@@ -148,7 +157,7 @@ class PagedCache:
             msg = "no model is attached: make batches inside `with paged.attached(model):`"
             raise InputError(msg)
         backend, serials, compactor = self.backend, self._serials, self._compactor
-        length = self._rotary_length
+        length = self._text_length
         if isinstance(self.cache, KVCache):
             body = self._model.base_model
             batch = PagedBatch(self.cache, backend, body, serials, compactor, length)
@@ -199,7 +208,8 @@ class PagedCache:
             from kvcore_engine.groups import group_layout  # noqa: PLC0415 - most have none
 
             self.backend.allocate(group_layout(spec, self.cache.groups, blocks, dtype))
-        self._model, self._rotary_length = model, RotaryLength.of(model.base_model)
+        self._model = model
+        self._text_length = TextLength.of(model.base_model, self.max_model_len)
 
     def _before(
         self, model: PreTrainedModel, given: tuple[Any, ...], named: dict[str, Any]

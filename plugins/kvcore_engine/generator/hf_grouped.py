@@ -16,7 +16,7 @@ from kvcore.engine import RaggedBatch
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.generator._hf_model import (
     PackedCache,
-    RotaryLength,
+    TextLength,
     attention_numbers,
     layer_types,
     spec_of,
@@ -47,10 +47,10 @@ class GroupedBatch(PagedBatch):
         serials: Iterator[int],
         compactor: Compactor,
         model: PreTrainedModel,
-        rotary_length: RotaryLength | None,
+        text_length: TextLength | None,
     ) -> None:
         body = model.base_model
-        super().__init__(cache, backend, body, serials, compactor, rotary_length)  # type: ignore[arg-type]
+        super().__init__(cache, backend, body, serials, compactor, text_length)  # type: ignore[arg-type]
         self._layers = GroupedLayers.from_groups(spec_of(model), cache.groups)
         self._numbers = attention_numbers(layer_types(model))
 

@@ -7,7 +7,7 @@ import os.path
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvcore_engine.generator._hf_model import RotaryLength
+    from kvcore_engine.generator._hf_model import TextLength
 else:
     torch = LazyModule("torch", globals())
 
@@ -74,6 +74,7 @@ class HuggingFace(SamplingGenerator):
 
     # Of layers with K/V, if others keep a state: the number of each among them.
     _numbers: dict[int, int] = attrs.field(init=False, factory=dict, repr=False)
+    _max_model_len: int | None = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check that folders are there, and that other names are names of the hub."""
@@ -103,19 +104,40 @@ class HuggingFace(SamplingGenerator):
         """Number of the model's token ids."""
         return int(self.network.config.get_text_config(decoder=True).vocab_size)
 
-    @cached_property
+    @property
     def positions(self) -> int | None:
-        """Number of positions in the model's table of them; None if it has no table."""
+        """Number of positions in the model's table of them; None if it has no table.
+
+        Of `longrope` embeddings it is the length up to which their short factors hold, unless
+        `max_model_len` is longer.
+        """
         from kvcore_engine.generator._hf_model import positions_of  # noqa: PLC0415
 
+        length = self.text_length
+        if length is not None and length.kind == "longrope":
+            return length.tokens
         return positions_of(self.network)
 
-    @cached_property
-    def rotary_length(self) -> RotaryLength | None:
-        """The length up to which the model rotates keys in one way; None: any."""
-        from kvcore_engine.generator._hf_model import RotaryLength  # noqa: PLC0415
+    @property
+    def max_model_len(self) -> int | None:
+        """The most tokens of a text of this run, which it tells before it loads the model.
 
-        return RotaryLength.of(self.network)
+        With more than the original length of `longrope` embeddings their long factors hold for
+        all texts; None: the short ones do.
+        """
+        return self._max_model_len
+
+    @max_model_len.setter
+    def max_model_len(self, tokens: int | None) -> None:
+        self._max_model_len = tokens
+        vars(self).pop("text_length", None)
+
+    @cached_property
+    def text_length(self) -> TextLength | None:
+        """The length that texts may have for the K/V of a token to be the same in all."""
+        from kvcore_engine.generator._hf_model import TextLength  # noqa: PLC0415
+
+        return TextLength.of(self.network, self._max_model_len)
 
     @cached_property
     def rotary(self) -> tuple[Rotary | None, ...]:
@@ -163,6 +185,8 @@ class HuggingFace(SamplingGenerator):
     def identity(self) -> str:
         """Return the files of the model with sizes and times, or a digest of its weights."""
         spec = f"{type(self).__qualname__} {self.spec!r}"
+        if self.text_length is not None and self.text_length.extended:
+            spec += " of long factors"
         if isinstance(self.model, str | Path):
             path, is_folder = _place(self.model)
             if is_folder:
@@ -212,17 +236,18 @@ class HuggingFace(SamplingGenerator):
         """Run the batch as one row of tokens; return the logits where it samples.
 
         Raises:
-            InputError: a position is beyond the length where rotary frequencies are constant.
+            InputError: a position is beyond the length that texts may have.
         """
         from kvcore_engine.generator._hf_model import (  # noqa: PLC0415
             PackedCache,
             cache_argument,
         )
 
-        if self.rotary_length is not None:
-            self.rotary_length.check(max(batch.positions))
+        length = self.text_length
+        if length is not None:
+            length.check(max(batch.positions))
         device, packed = self.network.device, PackedCache(attend, self._numbers)
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if length is None else length.fixed():
             out = self.network(
                 input_ids=torch.tensor([batch.token_ids], device=device),
                 position_ids=torch.tensor([batch.positions], device=device),

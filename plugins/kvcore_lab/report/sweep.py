@@ -369,7 +369,17 @@ class SweepReport:
                 yield NONE if nothing else self._names(best, len(candidates))
             yield text
         if self._bounded:
-            yield share(best[0]["share_of_optimum"] if best else None)
+            yield share(self._part(best[0]) if best else None)
+
+    def _part(self, row: Row) -> float | None:
+        """Return the share of the optimum in the blocks that the table shows.
+
+        In documents of earlier releases both shares had one name.
+        """
+        part: float | None = row["share_of_optimum"]
+        if "tier" in self.sweep.grid.axes:
+            part = row.get("reuse_share_of_optimum", part)
+        return part
 
     def _names(self, rows: list[Row], candidates: int) -> str:
         if len(rows) == candidates > 1:

@@ -97,6 +97,9 @@ UNTIMED_COLUMNS = (
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
 )
 
+SHARES = {"share_of_optimum": "hit_blocks", "reuse_share_of_optimum": "reused_blocks"}
+"""The columns of shares of the optimum, with the blocks that each compares."""
+
 HIDDEN = "shares"
 """The column of a journal that tables do not have: what parts of the requests add."""
 
@@ -120,7 +123,7 @@ def type_of(column: str) -> str:
         return "bool"
     if column in COUNTS or column.endswith("_blocks") or column.startswith("preemptions_"):
         return "int"
-    figures = (*TIMED_COLUMNS, *CLUSTER_COLUMNS, *UNTIMED_COLUMNS, "share_of_optimum")
+    figures = (*TIMED_COLUMNS, *CLUSTER_COLUMNS, *UNTIMED_COLUMNS, *SHARES)
     return "float" if column in figures or column.startswith("usd_") else "str"
 
 
@@ -185,7 +188,8 @@ class WorkloadCache:
     Attributes:
         plugins: the installed plugins.
         file: returns the digest of a file, which is computed once.
-        told: the notes on the run of the latest cell, such as prompts without positions.
+        told: the notes on the run of the latest cell, such as prompts without positions, or
+            a pool that keeps more than its model needs.
     """
 
     def __init__(self) -> None:
@@ -379,6 +383,8 @@ class CellRun:
 
     def _replayed(self) -> dict[str, Any]:
         parts = self.parts
+        note = "" if parts.config.memory is None else parts.deployment.layout.pool_note
+        self._known.told = [note] if note else []
         if self.cache is None:
             future = self._known.future(parts)
             optimum = cast("Belady", self.eviction)

@@ -23,6 +23,7 @@ from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
     HIDDEN,
     RESULTS,
+    SHARES,
     CellRun,
     CellRunner,
     Outcome,
@@ -407,14 +408,15 @@ def sweep(
 
 
 def _add_shares(rows: list[Row]) -> None:
-    """Add to each row its share of what the optimum hits or reuses in an equal cell."""
+    """Add to each row its shares of what the optimum hits and reuses in an equal cell."""
     axes = [name for name in axes_of("compare") if name not in ("eviction", "memory")]
 
     def contest(row: Row) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in axes)
 
     optima = [row for row in rows if row["eviction"] in Belady.names]
-    best = {contest(row): row["reused_blocks"] for row in optima}
-    for row in rows:
-        optimum, hits = best.get(contest(row)), row["reused_blocks"]
-        row["share_of_optimum"] = None if not optimum or hits is None else hits / optimum
+    for share, blocks in SHARES.items():
+        best = {contest(row): row[blocks] for row in optima}
+        for row in rows:
+            most, own = best.get(contest(row)), row[blocks]
+            row[share] = None if not most or own is None else own / most

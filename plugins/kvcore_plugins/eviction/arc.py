@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from kvcore import Request, Span
 from kvcore.cache import LazyHeap
+from kvcore_plugins.eviction.first_use import FirstUses
 from kvcore_plugins.eviction.ghost import GhostTree
 from kvcore_plugins.eviction.queues import QueuePolicy
 
@@ -47,6 +48,7 @@ class ARC(QueuePolicy):
         self._queues: tuple[LazyHeap[Span], LazyHeap[Span]] = LazyHeap(), LazyHeap()
         self._ghosts = GhostTree(self._pool_tokens), GhostTree(2 * self._pool_tokens)
         self._tokens = [0, 0]
+        self._uses = FirstUses()
 
     def enter(self, span: Span) -> None:
         """Insert `span` into its queue by the order of release."""
@@ -57,20 +59,32 @@ class ARC(QueuePolicy):
         return self._queues[span.data]
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Assign `span` to T1, or to T2 if it was evicted not long ago."""
-        span.data = 2 * self._forget(span) >= span.tokens
+        """Assign `span` to T1, or to T2 if it was evicted not long ago.
+
+        What a request that was preempted stores again goes back to where it was.
+        """
+        once, again = (ghost.forget(span) for ghost in self._ghosts)
+        returns = self._uses.count(span, span.start) > span.start
+        span.data = 2 * (again if returns else once + again) >= span.tokens
         self._count(span, span.blocks)
 
     def on_extend(self, span: Span, blocks: int) -> None:
         """Count the new blocks."""
-        self._forget(span)
+        for ghost in self._ghosts:
+            ghost.forget(span)
+        self._uses.count(span, span.end - blocks)
         self._count(span, blocks)
 
     def on_access(self, span: Span, now: int) -> None:
         """Assign `span` to T2."""
         self._count(span, -span.blocks)
         span.data = True
+        self._uses.count(span, span.start)
         self._count(span, span.blocks)
+
+    def on_end(self, request: Request, now: int) -> None:
+        """Forget how far the request had come."""
+        self._uses.end(request)
 
     def on_trim(self, span: Span, blocks: int) -> None:
         """Move the blocks that left from their queue to its ghost."""
@@ -107,9 +121,6 @@ class ARC(QueuePolicy):
             queue = once if above else again
             self._victim = (queue or once or again).first()
         return self._victim
-
-    def _forget(self, span: Span) -> int:
-        return sum(ghost.forget(span) for ghost in self._ghosts)
 
     def _count(self, span: Span, blocks: int) -> None:
         """Add `blocks` blocks of `span` to its queue, and resize the ghosts to the rest."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import ClassVar, TypeAlias
 
-from kvcore import InputError, ScoreEviction, Span
+from kvcore import InputError, Request, ScoreEviction, Span
 from kvcore.request import Key
+from kvcore_plugins.eviction.first_use import FirstUses
 
 Uses: TypeAlias = tuple[int, ...]
 """LAST and HIST of the paper: serial number of the latest use, then of the latest k
@@ -61,12 +62,21 @@ class LRUK(ScoreEviction):
         """Store the size of the pool and create an empty history."""
         super().attach(blocks, block_size)
         self._retained: OrderedDict[Key, Uses] = OrderedDict()
+        self._uses = FirstUses()
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Count a use, in addition to the retained ones."""
+        """Count a use, in addition to the retained ones: not if a request returns to it."""
         first = span.path_keys[span.start // span.geometry.ratio]
-        _, *uses = self._retained.get(first, (0,) * (self.k + 1))
+        retained = self._retained.get(first)
+        if self._uses.count(span, span.start) > span.start and retained is not None:
+            span.data = retained
+            return
+        _, *uses = retained or (0,) * (self.k + 1)
         span.data = (span.last_hit_order, span.last_hit_order, *uses[:-1])
+
+    def on_extend(self, span: Span, blocks: int) -> None:
+        """Follow how far its request has come."""
+        self._uses.count(span, span.end - blocks)
 
     def on_access(self, span: Span, now: int) -> None:
         """Count a use, unless it is correlated with the one before."""
@@ -76,6 +86,11 @@ class LRUK(ScoreEviction):
             older = (use and use + period for use in uses[:-1])
             uses = [span.last_hit_order, *older]
         span.data = (span.last_hit_order, *uses)
+        self._uses.count(span, span.start)
+
+    def on_end(self, request: Request, now: int) -> None:
+        """Forget how far the request had come."""
+        self._uses.end(request)
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Copy the history to the upper half."""

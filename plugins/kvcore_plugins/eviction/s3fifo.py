@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from kvcore import InputError, Span
+from kvcore import InputError, Request, Span
 from kvcore.cache import LazyHeap
+from kvcore_plugins.eviction.first_use import FirstUses
 from kvcore_plugins.eviction.ghost import GhostTree
 from kvcore_plugins.eviction.queues import QueuePolicy, same_history
 
@@ -82,6 +83,7 @@ class S3FIFO(QueuePolicy):
         self._small: LazyHeap[Span] = LazyHeap()
         self._main: LazyHeap[Span] = LazyHeap()
         self._ghosts = GhostTree(int(self.ghost * tokens))
+        self._uses = FirstUses()
 
     def enter(self, span: Span) -> None:
         """Insert `span` into its queue at its position."""
@@ -92,21 +94,31 @@ class S3FIFO(QueuePolicy):
         return self._main if span.data.in_main else self._small
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Append `span` to a queue: to the main one if its keys are in the ghost queue."""
+        """Append `span` to a queue: to the main one if its keys are in the ghost queue.
+
+        Not if they were left there by its own request, which was preempted.
+        """
         self._last_order += 1
-        in_main = 2 * self._ghosts.forget(span) >= span.tokens
+        remembered = 2 * self._ghosts.forget(span) >= span.tokens
+        in_main = self._uses.count(span, span.start) == span.start and remembered
         span.data = Position(in_main, self._last_order, 0)
         self._count(span, span.blocks)
 
     def on_extend(self, span: Span, blocks: int) -> None:
         """Count the new blocks."""
         self._ghosts.forget(span)
+        self._uses.count(span, span.end - blocks)
         self._count(span, blocks)
 
     def on_access(self, span: Span, now: int) -> None:
         """Count a hit."""
         position = span.data
         span.data = position._replace(frequency=min(position.frequency + 1, MAX_FREQUENCY))
+        self._uses.count(span, span.start)
+
+    def on_end(self, request: Request, now: int) -> None:
+        """Forget how far the request had come."""
+        self._uses.end(request)
 
     def on_trim(self, span: Span, blocks: int) -> None:
         """Add blocks that left the small queue to the ghost queue."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import ClassVar, NamedTuple
 
-from kvcore import InputError, ScoreEviction, Span
+from kvcore import InputError, Request, ScoreEviction, Span
 from kvcore.blake2 import blake2b
 from kvcore.request import Key
+from kvcore_plugins.eviction.first_use import FirstUses
 
 PROBATION, PROTECTED, WINDOW = range(3)
 """The segments, in the order in which they are searched for a victim."""
@@ -83,21 +84,27 @@ class TinyLFU(ScoreEviction):
         }
         self._blocks_in = {WINDOW: 0, PROTECTED: 0}
         self._candidates: OrderedDict[Span, None] = OrderedDict()
+        self._uses = FirstUses()
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Assign `span` to the window, and count a use."""
+        """Assign `span` to the window, and count a use: not if a request returns to it."""
         span.data = Position()
-        self._count(span, span.start)
+        self._count(span, self._uses.count(span, span.start))
 
     def on_extend(self, span: Span, blocks: int) -> None:
         """Count a use of the blocks that were appended."""
-        self._count(span, span.end - blocks)
+        self._count(span, self._uses.count(span, span.end - blocks))
 
     def on_access(self, span: Span, now: int) -> None:
         """Promote `span` if it is in the main part, and count a use."""
         if span.data.segment == PROBATION:
             span.data = span.data._replace(segment=PROTECTED)
+        self._uses.count(span, span.start)
         self._count(span, span.start)
+
+    def on_end(self, request: Request, now: int) -> None:
+        """Forget how far the request had come."""
+        self._uses.end(request)
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Assign both halves to one segment; the upper is pinned and so in no order."""

@@ -135,6 +135,35 @@ def test_a_hit_renews_the_hints_of_its_blocks(stored, renewed, now, resumed, exp
     assert hints(cache) == {"|abc": expected}
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ((0, None, 50, 10), (0, None, 80, 100), {"|abc": (80, 105)}),
+        ((0, None, 80, 10), (0, None, 80, 100), {"|abc": (80, 105)}),
+        ((0, None, 80, 100), (0, None, 80, 10), {"|abc": (80, 105)}),
+        ((0, None, 80, 100), (0, None, 50), {"|abc": (80, 105)}),
+        ((0, None, 50), (0, 1, 80), {"|a": (80, None), "a|bc": (50, None)}),
+    ],
+    ids=["raised", "lengthened", "not shortened", "not lowered", "a part"],
+)
+def test_hints_hold_for_blocks_that_another_has_committed_meanwhile(first, second, expected):
+    """Of two requests that compute one prompt at a time the longest retention holds."""
+    cache = make(12)
+    one, other = (cache.open(ask("abc", retention=(hint(*row),))) for row in (first, second))
+    compute(cache, one, now=5)
+    compute(cache, other, now=5)
+    assert hints(cache) == expected
+
+
+def test_hints_hold_for_the_last_block_of_a_prompt_that_is_cached_whole():
+    """The last block is computed again and found cached; those before it were hit earlier."""
+    cache = make(12)
+    serve(cache, "abc")
+    seq = cache.open(ask("abc", retention=(hint(0, 1, 90, 9), hint(2, 3, 80, 9))), now=5)
+    compute(cache, seq, now=50)
+    assert hints(cache) == {"|a": (80, 59), "a|b": (80, 59), "ab|c": (80, 59)}
+
+
 def test_a_hit_splits_at_the_borders_of_its_hints():
     """A hint of a hit splits spans, and raises only its range and the blocks before it."""
     cache = make(12)

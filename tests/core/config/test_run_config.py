@@ -163,6 +163,15 @@ def test_defaults_follow_the_mode():
     assert (served.geometry.block_size, served.geometry.accounting) == (16, "tokens")
 
 
+def test_keys_are_not_counted_under_a_clock():
+    """Under a clock `accounting` of tokens is what there is, and that of keys is refused."""
+    timed = RunParts(RunConfig("simulate", workload=ZIPF, blocks=9, accounting="tokens"))
+    assert timed.geometry.accounting == "tokens"
+    for call in (simulate, simulate_cluster):
+        with pytest.raises(InputError, match=r"^accounting: under a clock tokens count"):
+            call(ZIPF, blocks=99, accounting="keys")
+
+
 def test_a_configuration_has_the_defaults_of_its_mode_and_rules():
     """A mode and rules bring their defaults, which given options replace."""
     assert (RunConfig().max_seqs, RunConfig().tensor_parallel) == (256, 4)

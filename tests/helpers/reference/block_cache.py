@@ -445,6 +445,7 @@ class BlockCache:
             own.holders.remove(table.id)
             table.blocks[position] = other
             self._pin(other, table)
+            self._promise(table, [other], now)
             return
         own.place, own.parent = place, parent
         parent.children[place] = own

@@ -167,3 +167,16 @@ def test_prompts_beyond_the_positions_of_a_model_are_told(verb):
     assert beyond in run("--model", "llama-3-8b").stderr
     assert "beyond" not in run().stderr
     assert "beyond" not in run("--model", "llama-3-8b", "--max-model-len", "8192").stderr
+
+
+@pytest.mark.parametrize(("pool", "times"), [('memory = "1GiB"', 1), ("blocks = 99", 0)])
+def test_a_sweep_tells_that_pools_keep_more_than_a_hybrid_model_needs(pool, times, tmp_path):
+    """Untimed cells of a hybrid model with memory say of its layers what `compare` says."""
+    grid = tmp_path / "grid.toml"
+    models = '["gpt-oss-20b", "llama-3-8b"]'
+    grid.write_text(
+        f'mode = "compare"\nworkload = "zipf:requests=9"\nmodel = {models}\n{pool}\n'
+    )
+    told = run_here("sweep", grid).stderr
+    assert told.count("The pool keeps all tokens in all layers") == times
+    assert told.count("gpt-oss-20b needs less") == times

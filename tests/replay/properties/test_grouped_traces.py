@@ -152,7 +152,7 @@ def test_a_run_with_groups_is_made_again(seed, tiers, tmp_path):
             {"replicas": 2, "view": "events", "router": "prefix-affinity"},
             "view 'events' of cache groups",
         ),
-        ({"retention": "window:tokens=100"}, "which this does not know"),
+        ({"retention": "window:tokens=100"}, "which retention does not know"),
     ],
 )
 def test_what_groups_do_not_know_is_refused(change, problem, tmp_path):

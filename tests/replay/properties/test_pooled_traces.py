@@ -138,8 +138,9 @@ def test_a_run_with_pools_is_made_again(seed, tmp_path):
     [
         ({"block_size": 32}, "layer pools, whose blocks have the sizes that the model needs"),
         ({"like": "vllm"}, "share what is computed, and allocate by chunk: give"),
-        ({"retention": "window:tokens=100"}, "which this does not know"),
-        ({"tier": ["host:memory=1GiB"]}, "which this does not know"),
+        ({"retention": "window:tokens=100"}, "which retention does not know"),
+        ({"tier": ["host:memory=1GiB"]}, "which tier does not know"),
+        ({"drafter": "acceptance"}, "pools of their own, which drafter does not know"),
     ],
 )
 def test_what_pools_do_not_know_is_refused(change, problem, tmp_path):

@@ -1,0 +1,39 @@
+"""Which blocks a request uses for the first time, even if it was preempted in between."""
+
+from __future__ import annotations
+
+from kvcore import Request, Span
+
+_RUNNING = 1000
+"""Requests that are followed: a tier hears of no end of a request."""
+
+
+class FirstUses:
+    """Follows how far each running request has used its prompt and answer, in blocks.
+
+    A request that is preempted may find its blocks evicted when it returns, and stores them
+    again. That is no other use of them, as it is no hit where they are still cached: a policy
+    that remembers what was evicted asks here. O(1).
+    """
+
+    def __init__(self) -> None:
+        """Create an empty memory."""
+        self._reached: dict[int | str, int] = {}
+
+    def count(self, span: Span, start: int) -> int:
+        """Count that the latest request of `span` uses it from block `start` to its end.
+
+        Returns:
+            The position from which on it had not used it before, `start` or more.
+        """
+        reached, request = self._reached, span.last_request
+        before = reached.get(request, 0)
+        if span.end > before:
+            reached[request] = span.end
+            if len(reached) > _RUNNING:
+                del reached[next(iter(reached))]
+        return max(start, before)
+
+    def end(self, request: Request) -> None:
+        """Forget `request`, for a policy to call in its `on_end`."""
+        self._reached.pop(request.id, None)
