@@ -251,7 +251,8 @@ class Header(Event, tag="HEADER", kw_only=True):
     plugins: Annotated[
         dict[str, PluginRecord],
         Meta(
-            description="an object of kinds, each with name and options, and source if it is in a file"
+            description="an object of kinds, each with name and options, and source if it is "
+            "in a file"
         ),
     ]
     workload: Annotated[
