@@ -486,12 +486,12 @@ class CellRun:
 
 
 class CellRunner:
-    """Runs one task after another in one process."""
+    """The function that runs one task after another in one process."""
 
     def __init__(self, known: WorkloadCache | None = None) -> None:
         self._known = known or WorkloadCache()
 
-    def attempt(self, task: Task) -> Outcome:
+    def __call__(self, task: Task) -> Outcome:
         """Run a task; an exception becomes its outcome, so that other tasks continue."""
         begin, self._known.told = perf_counter(), []
         try:
