@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 
+AS_GIVEN = ("checkpoint", "block_size", "accounting", "seed", "trace", "price", "jobs")
+"""Options with the names of arguments of `compare_policies`."""
+
 
 @verb(
     "kvcore compare",
@@ -168,19 +171,13 @@ def compare(workload: str | None, **given: Any) -> None:
             policies,
             sizes,
             groups=() if plan is None else plan.groups,
-            checkpoint=given["checkpoint"],
-            block_size=given["block_size"],
-            accounting=given["accounting"],
             prefix=prefix,
             recompute=recompute,
-            seed=given["seed"],
-            trace=given["trace"],
             residency=given["residency"] or prometheus is not None,
             tiers=None if below is None else below.add_tiers,
-            price=given["price"],
-            jobs=given["jobs"],
             plugins=plugins,
             progress=progress,
+            **{name: given[name] for name in AS_GIVEN},
         )
         if rows is not None:
             write_csv(comparison, rows)

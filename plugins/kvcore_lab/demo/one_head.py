@@ -81,6 +81,9 @@ class OneHead:
         return [sum(column) for column in zip(*parts, strict=True)]
 
 
+STEPS = ("scores", "exponentials", "total", "weights", "output")
+"""The steps of attention, in order."""
+
 WORKED_EXAMPLE = OneHead(
     query=(1, 0),
     keys=((2, 0), (1, 0), (0, 0), (-1, 0)),
@@ -147,11 +150,7 @@ class OneHeadReport:
         head = self.head
         return {
             **attrs.asdict(head),
-            "scores": head.scores,
-            "exponentials": head.exponentials,
-            "total": head.total,
-            "weights": head.weights,
-            "output": head.output,
+            **{name: getattr(head, name) for name in STEPS},
         }
 
 
