@@ -129,6 +129,11 @@ class Curves(Shown):
         """Return hits as a share of the blocks looked up; None if no block was looked up."""
         return hit_blocks / self.lookup_blocks if self.lookup_blocks else None
 
+    def points(self, curve: Curve) -> Iterator[dict[str, Any]]:
+        """Yield the blocks, the hits and their share for each size of a curve."""
+        for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
+            yield {"blocks": blocks, "hit_blocks": hits, "hit_ratio": self.ratio(hits)}
+
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the points: one row per policy and size.
 
@@ -143,12 +148,10 @@ class Curves(Shown):
                 "block_size": self.block_size,
                 "eviction": curve.eviction,
                 "options": ",".join(f"{k}={as_text(v)}" for k, v in curve.options.items()),
-                "blocks": blocks,
-                "hit_blocks": hits,
-                "hit_ratio": self.ratio(hits),
+                **point,
             }
             for curve in self.curves
-            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
+            for point in self.points(curve)
         ]
         return data_frame(rows, "`curves.curves`", {"digest": "str", "hit_ratio": "float"})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import inf
 from typing import Any
 
 import attrs
@@ -55,11 +54,13 @@ class DevicePlans(Shown):
             for plan in self.plans
             for fleet in plan.as_dict()["plans"]
         ]
-        fleets.sort(key=lambda fleet: (_dollars(fleet), fleet["gpus"]))
-        costs = [_objectives(fleet) for fleet in fleets]
+        # Those of unknown cost come last.
+        costs = "usd_per_day"
+        fleets.sort(key=lambda f: (f[costs] is None, f[costs] or 0, f["gpus"]))
+        known = [_objectives(fleet) for fleet in fleets]
         fronts = (
-            None if own is None else not any(_beats(other, own) for other in costs if other)
-            for own in costs
+            None if own is None else not any(_beats(other, own) for other in known if other)
+            for own in known
         )
         return [fleet | {"pareto": on} for fleet, on in zip(fleets, fronts, strict=True)]
 
@@ -151,9 +152,3 @@ def _objectives(fleet: Mapping[str, Any]) -> list[float] | None:
 
 def _beats(first: list[float], other: list[float]) -> bool:
     return first != other and all(a <= b for a, b in zip(first, other, strict=True))
-
-
-def _dollars(fleet: Mapping[str, Any]) -> float:
-    """Return the dollars that a fleet costs a day, infinite if they are unknown."""
-    usd: float | None = fleet["usd_per_day"]
-    return inf if usd is None else usd

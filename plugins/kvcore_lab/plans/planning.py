@@ -233,12 +233,10 @@ class FleetPlan(Shown):
         Raises:
             PluginError: polars is not installed.
         """
+        sizes = attrs.filters.include("replicas", "devices", "blocks", "host_bytes")
         rows = [
             {
-                "replicas": option.fleet.replicas,
-                "devices": option.fleet.devices,
-                "blocks": option.fleet.blocks,
-                "host_bytes": option.fleet.host_bytes,
+                **attrs.asdict(option.fleet, filter=sizes),
                 "gpus": option.fleet.gpus,
                 "pool_bytes": option.pool_bytes,
                 "slo_met": option.served.attainment,
@@ -703,11 +701,9 @@ class _Planner:
             for miss in misses
             if (miss.blocks, miss.host_bytes) == (self.full[miss.devices], self.host)
         ]
-        if not options:
-            return max(full, key=lambda fleet: (self.served[fleet].attainment, -fleet.gpus))
-        best = options[0].fleet
-        fewer = [fleet for fleet in full if fleet.gpus < best.gpus]
-        if fewer:
+        best = options[0].fleet if options else None
+        fewer = [fleet for fleet in full if best is None or fleet.gpus < best.gpus]
+        if best is None or fewer:
             return max(fewer, key=lambda fleet: (self.served[fleet].attainment, -fleet.gpus))
         less = [
             miss

@@ -13,7 +13,7 @@ from kvcore.cache.residency import TIER
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import format_seconds
+from kvcore.units import format_dollars, format_seconds
 from kvcore_cli.report.simulation import thrashing
 from kvcore_cli.report.tables import cell, counted, no_full_block, share
 from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
@@ -82,13 +82,7 @@ class ComparisonReport:
             sections += [self.saved, self.pace]
         if self.residency:
             sections += ResidencyReport(self.comparison).sections
-        if self.comparison.bills is not None:
-            from kvcore_lab.report.comparison_bill import (  # noqa: PLC0415 - for prices alone
-                comparison_bill,
-            )
-
-            sections += comparison_bill(self.comparison, self.memory)
-        return [*sections, self.setup]
+        return [*sections, *self._bill(), self.setup]
 
     @property
     def _unit(self) -> str:
@@ -152,9 +146,10 @@ class ComparisonReport:
         """Hits by pool size: a row per policy, and one of the infinite cache."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
         table: dict[str, list[str]] = {}
+        tiered = any(row.reuse_ratio is not None for row in self.comparison.rows)
         for name, row in self._named:
             table.setdefault(name, []).append(_cell(row, self._unit))
-            if self._tiered:
+            if tiered:
                 table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
         infinite = _cell(self.comparison.infinite, self._unit)
         table["infinite"] = [infinite] * len(sizes)
@@ -165,7 +160,7 @@ class ComparisonReport:
     @property
     def saved(self) -> Table:
         """Prefill that hits save and the time of a request: a row per policy and pool."""
-        prefill, rows = self._prefill, []
+        prefill, rows = self.comparison.infinite.prefill_s, []
         for name, row in self._named:
             saved = row.saved_s
             part = saved / prefill if prefill and saved is not None else None
@@ -183,10 +178,6 @@ class ComparisonReport:
             "Prefill saved: what computing the hits would take alone. \u00b5s a request: the "
             "replay by this machine, the policy and the reading of the workload included."
         )
-
-    @property
-    def _prefill(self) -> float | None:
-        return self.comparison.infinite.prefill_s
 
     @property
     def reading(self) -> str:
@@ -232,13 +223,33 @@ class ComparisonReport:
             lambda blocks: self._size(int(blocks)),
         )
 
+    def _bill(self) -> list[Section]:
+        """Return a table of dollars by policy and pool size, and sentences about the prices."""
+        bills = self.comparison.bills
+        if bills is None:
+            return []
+        from kvcore_replay.report.billing import BILLS, setup_of  # noqa: PLC0415 - for prices
+
+        sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
+        table: dict[str, list[str]] = {}
+        for name, row in named(self.comparison.rows):
+            assert row.bill is not None
+            table.setdefault(name, []).append(format_dollars(row.bill.usd))
+        # These do not depend on the pool.
+        for key, name in BILLS.items():
+            bill = getattr(bills, key)
+            if bill is not None:
+                table[name] = [format_dollars(bill.usd)] * len(sizes)
+        headers = ["bill in USD", *(f"{self._size(size):>5}" for size in sizes)]
+        about = (
+            "What the API would charge if its cache were this pool, with its prices, least "
+            f"length and steps.\n{setup_of(bills.price)}"
+        )
+        return [Table(headers, [[name, *cells] for name, cells in table.items()]), about]
+
     @property
     def _ranked(self) -> bool:
         return any(row.share_of_optimum is not None for row in self.comparison.rows)
-
-    @property
-    def _tiered(self) -> bool:
-        return any(row.reuse_ratio is not None for row in self.comparison.rows)
 
     def _reuse_cell(self, row: Row) -> str:
         """Return the hits of pool and tiers as a share of lookups, and of the most possible."""
@@ -311,7 +322,7 @@ class ComparisonReport:
 
     def _savings(self) -> str:
         """Return the sentence about the prefill that the best policy saves."""
-        prefill = self._prefill
+        prefill = self.comparison.infinite.prefill_s
         known = [(row.saved_s, name, row) for name, row in self._policies() if row.saved_s]
         if prefill is None or not known:
             return ""

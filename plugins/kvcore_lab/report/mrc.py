@@ -174,10 +174,7 @@ class CurvesReport:
                     "eviction": curve.eviction,
                     "options": curve.options,
                     "every_size": curve.steps is not None,
-                    "points": [
-                        {"blocks": blocks, "hit_blocks": hits, "hit_ratio": curves.ratio(hits)}
-                        for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
-                    ],
+                    "points": list(curves.points(curve)),
                 }
                 for curve in curves.curves
             ],
@@ -197,9 +194,9 @@ class CurvesReport:
         writer.writerow(COLUMNS)
         for curve in curves.curves:
             policy = curve.eviction, json.dumps(curve.options)
-            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
-                figures = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
-                writer.writerow([*about, *policy, *figures])
+            for point in curves.points(curve):
+                blocks, *figures = point.values()
+                writer.writerow([*about, *policy, blocks, self.bytes_of(blocks), *figures])
 
     def _size(self, blocks: float) -> str:
         """Return a size of the pool as text: in bytes, if a layout says what a block takes."""

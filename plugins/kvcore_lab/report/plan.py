@@ -89,7 +89,17 @@ class PlanReport:
         headers += ["TTFT p99", "TPOT p99", "hits", "busiest"]
         priced = self.plan.get("gpu_prices") is not None
         costs = list(COSTS) if priced else []
-        rows = [[*_cells(fleet), *cost_cells(fleet, costs)] for fleet in self.plan["plans"]]
+        rows = [
+            [
+                *_sizes(fleet),
+                share(fleet["slo_met"]),
+                *(_time((fleet[f"{name}_s"] or {}).get("p99"), fleet) for name in TIMES),
+                share(fleet["hit_ratio"]),
+                share(fleet["busiest"]),
+                *(cell(fleet[name], format_dollars) for name in costs),
+            ]
+            for fleet in self.plan["plans"]
+        ]
         headers += [COSTS[name] for name in costs]
         _add_rejected(headers, rows, self.plan["plans"])
         return Table(headers, rows, headers)
@@ -206,9 +216,9 @@ class DevicePlansReport:
             [
                 fleet["device"],
                 *_sizes(fleet),
-                *cost_cells(fleet, COSTS),
+                *(cell(fleet[name], format_dollars) for name in COSTS),
                 cell(fleet["throughput_tokens_s"], format_number),
-                *(_time(fleet[f"{name}_p99_s"], fleet) for name in ("ttft", "tpot")),
+                *(_time(fleet[f"{name}_p99_s"], fleet) for name in TIMES),
                 {True: "*", False: "", None: NONE}[fleet["pareto"]],
             ]
             for fleet in self.plans["fleets"]
@@ -251,7 +261,8 @@ class DevicePlansReport:
 COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
 """Columns of costs, and their headers."""
 
-
+TIMES = ("ttft", "tpot")
+"""The times that an SLO is about."""
 BY_HASH = "Sessions are divided among replicas by hash"
 PER_MILLION = "$/M: dollars per million generated tokens."
 
@@ -260,11 +271,6 @@ def _shared(setup: Mapping[str, Any]) -> str:
     """Return a sentence with the options that all simulations of a plan share."""
     parts = [f"{name} {as_text(value)}" for name, value in setup.items() if value is not None]
     return f"Setup: kvcore {version()}; {'; '.join(parts)}."
-
-
-def cost_cells(fleet: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the cells of the costs of a fleet."""
-    return [cell(fleet[name], format_dollars) for name in names]
 
 
 def saturated(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
@@ -360,18 +366,6 @@ def start_lines(fleets: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) ->
     whole = all("full_pool" in fleet for fleet in fleets)
     memory = ", with all the K/V memory of its GPUs" if whole else " with"
     return "\n".join([f"Start each replica{memory}:", *lines])
-
-
-def _cells(fleet: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a fleet that meets the SLO."""
-    times = (fleet["ttft_s"], fleet["tpot_s"])
-    return [
-        *_sizes(fleet),
-        share(fleet["slo_met"]),
-        *(_time(time["p99"] if time else None, fleet) for time in times),
-        share(fleet["hit_ratio"]),
-        share(fleet["busiest"]),
-    ]
 
 
 def _sizes(fleet: Mapping[str, Any]) -> list[str]:
