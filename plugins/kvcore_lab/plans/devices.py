@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.notebook import Shown, data_frame
 from kvcore.workloads import given_workload
-from kvcore_lab.plans.planning import FleetPlan
+from kvcore_lab.plans.planning import FleetPlan, plan
 
 PAIRS = ("ttft_s", "tpot_s", "slo_met_interval")
 """The fields of a fleet that have several values, which a row of a table has not."""
@@ -91,22 +91,18 @@ class DevicePlans(Shown):
         return data_frame(rows, "`plans.fleets`", {"offered_load": "float"})
 
 
-def search_devices(
-    plan: Callable[..., FleetPlan],
-    devices: Iterable[Any] | str,
-    workload: Any,
-    **options: Any,
-) -> DevicePlans:
-    """Return the plans that `plan` makes for each of several devices.
+def plan_devices(devices: Iterable[Any] | str, workload: Any, **options: Any) -> DevicePlans:
+    """Return the plans for each of several devices, as `plan` makes them for one.
 
     Args:
-        plan: plans for one device.
         devices: the devices, also in text, such as `h100,b200`.
         workload: as of `plan`.
-        options: as of `plan`.
+        options: as of `plan`; with a journal, that of all devices.
 
     Raises:
         InputError: there is no device, or as `plan`, if that is so of every device.
+        PluginError: as `plan`.
+        StorageError: as `plan`.
     """
     plans, notes = [], []
     fault = InputError("devices: none was given: give one or more, such as h100,b200")
