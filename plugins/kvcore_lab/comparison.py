@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import product
-from math import fsum, lcm
+from math import lcm
 from numbers import Integral
 from operator import add
 from time import perf_counter
@@ -44,6 +43,7 @@ from kvcore_lab.candidates import (
 )
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
+from kvcore_replay.savings import prefill_seconds
 from kvcore_replay.untimed import hits_of, replay, replay_groups
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class Row:
             without tiers. For the optimum: the most that any policies of both can reach.
         tiers: transfers and drops of each tier, as from `Tiers.as_dict()`; None without tiers
             and for the optimum.
-        saved_s: seconds of prefill that the hits save, at the cost of computing them alone;
-            None in documents of earlier versions.
+        saved_s: seconds of prefill that the hits save, at the cost of computing them alone.
         evicted_blocks: blocks that left the cache, for room or because they expired.
         share_of_optimum: hits of the row divided by those of the optimum (without bypass) in
             the same pool; None if the optimum was not run or hits nothing.
@@ -104,7 +103,7 @@ class Row:
     lookup_blocks: int
     hit_blocks: int
     hit_ratio: dict[str, float | None]
-    saved_s: float | None = None
+    saved_s: float
     evicted_blocks: int
     share_of_optimum: float | None = None
     reused_blocks: int | None = None
@@ -133,7 +132,7 @@ class Infinite:
     lookup_blocks: int
     hit_blocks: int
     hit_ratio: dict[str, float | None]
-    prefill_s: float | None = None
+    prefill_s: float
     answers_left_out: int = 0
 
 
@@ -144,8 +143,7 @@ class Source:
     Attributes:
         name, digest, key_tokens, options: those of the workload.
         requests: number of its requests.
-        longest_prompt: number of tokens of the longest prompt; 0 in documents of earlier
-            versions.
+        longest_prompt: number of tokens of the longest prompt; 0: it was not measured.
         reported_hit_ratio: the share of the prompt tokens that a log reports as cached; None:
             it does not say.
         notes: what the workload says of the requests that were read.
@@ -607,7 +605,7 @@ class _RowMaker:
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
-            prefill_s=self._seconds(self.reading.prompts),
+            prefill_s=round(prefill_seconds(self.setup.recompute, self.reading.prompts), 3),
             answers_left_out=self.reading.left_out(self.setup.geometry.accounting),
         )
 
@@ -722,12 +720,8 @@ class _RowMaker:
         """
         size = self.setup.geometry.block_size
         pairs = zip(hits, self.reading.prompts, strict=True)
-        return self._seconds(min(size * hit, prompt) for hit, prompt in pairs)
-
-    def _seconds(self, lengths: Iterable[int]) -> float:
-        """Return the seconds of prefill of prompts of these lengths, each alone."""
-        cost, numbers = self.setup.recompute, sorted(Counter(lengths).items())
-        return round(fsum(n * cost(0, length) for length, n in numbers), 3)
+        lengths = [min(size * hit, prompt) for hit, prompt in pairs]
+        return round(prefill_seconds(self.setup.recompute, lengths), 3)
 
     def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
         """Return the bill of requests; each comes with the number of blocks that it reads."""

@@ -20,7 +20,7 @@ from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.spec import ModelSpec
-from kvcore_lab.measured.measurement import Measured
+from kvcore.plugins.options import as_text
 
 COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
 
@@ -42,6 +42,39 @@ _WEIGHTS = {"fp8_block": "fp8", "int4_wo": "int4"} | {w: w for w in ("bf16", "fp
 _TIMES = "ttft", "tpot"
 _FIXED = "gap-analysis"
 """In the source of samples whose requests all have the same lengths."""
+
+
+@attrs.frozen
+class Measured:
+    """One measurement of a server, of these samples or of any table.
+
+    Attributes:
+        line: number of its line in the file, from 1.
+        labels: its id, engine, version and source, if the row has them.
+        options: options of `RunConfig`, such as the model and the device.
+        load: options of the workload `bench`.
+        values: the measured values, by the names of `MEASURES`.
+    """
+
+    line: int
+    labels: Mapping[str, str]
+    options: Mapping[str, Any]
+    load: Mapping[str, Any]
+    values: Mapping[str, float]
+
+    def label(self, names: str) -> str:
+        """Return the value of a column, or of several with `+` between their names.
+
+        It is written as in a table, such as `2` and `true`; that which the row lacks is `-`.
+        """
+        known = {**self.values, **self.load, **self.options, **self.labels}
+        return " ".join(written(known.get(name, "-")) for name in names.split("+"))
+
+
+def written(value: Any) -> str:
+    """Return a value as a table has it: `2` of 2.0."""
+    text = as_text(value)
+    return text.removesuffix(".0") if isinstance(value, float) else text
 
 
 def samples_path() -> Path:

@@ -22,7 +22,6 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
 from kvcore.serving import Result, Rules, simulate
 from kvcore.units import check_whole
-from kvcore_lab.measured.measurement import Measured, written
 from kvcore_lab.measured.rows import (
     FORMATS,
     LABELS,
@@ -32,6 +31,7 @@ from kvcore_lab.measured.rows import (
     read_measured,
     typed,
 )
+from kvcore_lab.measured.samples import Measured, written
 from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2

@@ -162,10 +162,9 @@ class ComparisonReport:
         """Prefill that hits save and the time of a request: a row per policy and pool."""
         prefill, rows = self.comparison.infinite.prefill_s, []
         for name, row in self._named:
-            saved = row.saved_s
-            part = saved / prefill if prefill and saved is not None else None
+            part = row.saved_s / prefill if prefill else None
             pace = f"{row.wall_s * 1e6 / row.requests:.1f}"
-            texts = cell(saved, format_seconds), share(part), pace
+            texts = format_seconds(row.saved_s), share(part), pace
             rows.append([name, self._size(row.blocks), *texts])
         unit = "blocks" if self.memory is None else "memory"
         what = "eviction" if self._unit == "block" else "checkpoint"
@@ -324,7 +323,7 @@ class ComparisonReport:
         """Return the sentence about the prefill that the best policy saves."""
         prefill = self.comparison.infinite.prefill_s
         known = [(row.saved_s, name, row) for name, row in self._policies() if row.saved_s]
-        if prefill is None or not known:
+        if not known:
             return ""
         saved, name, row = max(known, key=lambda entry: entry[0])
         device = f" on one {self.recompute.device}" if self.recompute else ""

@@ -337,7 +337,6 @@ class SweepReport:
                 attrs.evolve(measure, column=tiered.get(measure.column, measure.column))
                 for measure in measures
             ]
-        # Rows of earlier releases have no costs.
         return [m for m in measures if any(row.get(m.column) is not None for row in rows)]
 
     @property
