@@ -28,7 +28,7 @@ from kvcore_lab.cli.search import paged_fields
 from kvcore_lab.demo import (
     WORKED_EXAMPLE,
     CachingReport,
-    OneHeadReport,
+    head_sections,
     with_and_without_cache,
 )
 from kvcore_lab.report.paging import report_of
@@ -89,7 +89,6 @@ def cache(
             generations, generator.spec, generator.dtype, prompt_tokens, block_size
         )
         write_plot(report.chart())
-    by_hand = OneHeadReport(WORKED_EXAMPLE)
     if as_json:
         emit_json(
             {
@@ -101,11 +100,11 @@ def cache(
                 "generator": plain(describe(generator)),
                 "backend": plain(describe(backend)),
                 **report.document(),
-                "one_head": by_hand.document(),
+                "one_head": WORKED_EXAMPLE.as_dict(),
             }
         )
         return
-    print_sections(*report.sections, *by_hand.sections)
+    print_sections(*report.sections, *head_sections(WORKED_EXAMPLE))
 
 
 @demo.command(cls=VerbCommand, context_settings=SHOWN)

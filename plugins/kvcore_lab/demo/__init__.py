@@ -11,7 +11,7 @@ from kvcore_lab.demo.caching import (
     generate,
     with_and_without_cache,
 )
-from kvcore_lab.demo.one_head import WORKED_EXAMPLE, OneHead, OneHeadReport
+from kvcore_lab.demo.one_head import WORKED_EXAMPLE, OneHead, head_sections
 
 __all__ = [
     "WORKED_EXAMPLE",
@@ -20,10 +20,10 @@ __all__ = [
     "Generation",
     "NoCache",
     "OneHead",
-    "OneHeadReport",
     "PagedSequenceCache",
     "RecordingCache",
     "causal_attention",
     "generate",
+    "head_sections",
     "with_and_without_cache",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import attrs
 
@@ -36,7 +36,11 @@ CSV_COLUMNS = (
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request", "wall_s"),
 )
 
-AGES = ("age_at_hit_s", "age_at_eviction_s", "lifetime_s")
+AGES = {
+    "age_at_hit_s": "age at hit",
+    "age_at_eviction_s": "age at eviction",
+    "lifetime_s": "lifetime",
+}
 
 FEW = 2
 """Policies that are named where all have the same figure."""
@@ -81,7 +85,7 @@ class ComparisonReport:
         if self.savings:
             sections += [self.saved, self.pace]
         if self.residency:
-            sections += ResidencyReport(self.comparison).sections
+            sections += residency_sections(self.comparison)
         return [*sections, *self._bill(), self.setup]
 
     @property
@@ -396,54 +400,28 @@ def _cell(result: Row | Infinite, unit: str) -> str:
     return _reused(result.hit_ratio[unit], part)
 
 
-@attrs.frozen
-class ResidencyReport:
-    """Residency of blocks under each policy of a comparison, in each pool.
+def residency_sections(comparison: Comparison) -> list[Section]:
+    """Return how long blocks rest, and warnings of thrashing; empty if it was not measured.
 
-    Attributes:
-        comparison: a comparison with `residency=True`.
+    The table has a row per policy, pool and tier below it, with medians of times.
     """
-
-    comparison: Comparison
-
-    headers: ClassVar[tuple[str, ...]] = (
-        *("eviction", "blocks", "age at hit", "age at eviction", "lifetime"),
-        *("never hit", "stored again"),
+    rows = []
+    columns = (
+        "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
+        "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
+        "was stored, after at most a pool of other evictions."
     )
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on residency; empty if it was not measured."""
-        table = Table(self.headers, self.rows)
-        return [table, self.reading] if table.rows else []
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table: one per policy, pool and tier below it, with medians of times."""
-        rows = []
-        for name, row in named(self.comparison.rows):
-            for tier, rested in (row.residency or {}).items():
-                ages = (rested[key] for key in AGES)
-                gone = sum(rested["evicted_blocks"].values())
-                stored = rested["stored_blocks"]
-                times = [cell(age and age["p50"], format_seconds) for age in ages]
-                never = share(rested["never_hit_blocks"] / gone if gone else None)
-                again = share(rested["restored_blocks"] / stored if stored else None)
-                of = name if tier == TIER else f"{name} ({tier})"
-                rows.append([of, f"{row.blocks:,}", *times, never, again])
-        return rows
-
-    @property
-    def reading(self) -> str:
-        """Sentences about the columns, and warnings about policies that thrash."""
-        columns = (
-            "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
-            "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
-            "was stored, after at most a pool of other evictions."
-        )
-        lines = [columns]
-        for name, row in named(self.comparison.rows):
-            warning = thrashing(row.residency, row.blocks, row.tiers or ())
-            if warning:
-                lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
-        return "\n".join(lines)
+    lines = [columns]
+    for name, row in named(comparison.rows):
+        for tier, rested in (row.residency or {}).items():
+            gone, stored = sum(rested["evicted_blocks"].values()), rested["stored_blocks"]
+            times = [cell(age and age["p50"], format_seconds) for age in map(rested.get, AGES)]
+            never = share(rested["never_hit_blocks"] / gone if gone else None)
+            again = share(rested["restored_blocks"] / stored if stored else None)
+            of = name if tier == TIER else f"{name} ({tier})"
+            rows.append([of, f"{row.blocks:,}", *times, never, again])
+        warning = thrashing(row.residency, row.blocks, row.tiers or ())
+        if warning:
+            lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
+    headers = ("eviction", "blocks", *AGES.values(), "never hit", "stored again")
+    return [Table(headers, rows), "\n".join(lines)] if rows else []

@@ -71,7 +71,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     model = report["model"]
     mixed = model["expert_dtype"] != model["dtype"]
     experts = f", experts in {model['expert_dtype']}" if mixed else ""
-    stored = model.get("extra_bytes") or model.get("extra_expert_bytes")
+    stored = model["extra_bytes"] or model["extra_expert_bytes"]
     kinds = f"{model['dtype']}{experts}{', as stored' if stored else ''}"
     yield _bytes(f"weights in {kinds}", model["weight_bytes"])
     if "device" not in report:

@@ -520,16 +520,3 @@ def test_figures_that_cannot_be_are_refused(text, problem):
     error = error_of("size", "llama-3-8b", "--device", text)
     assert problem in error
     assert "give such as memory=141GB,bandwidth=4.8TB,flops=989T" in error
-
-
-def test_documents_of_before_can_be_reported():
-    """A document without the server, notes and extra bytes is that of one GPU."""
-    document = report("llama-3-8b", "--device", "h200")
-    sections = size_sections(document)
-    for part, names in (
-        (document, ["server", "notes"]),
-        (document["model"], ["positions", "extra_bytes", "extra_expert_bytes"]),
-    ):
-        for name in names:
-            del part[name]
-    assert size_sections(document) == sections
