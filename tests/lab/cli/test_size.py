@@ -22,7 +22,6 @@ from kvcore.request import Request
 from kvcore.serving import StepWork
 from kvcore.units import PS_PER_S
 from kvcore_lab.cli.size import size
-from kvcore_lab.report.size import size_sections
 from kvcore_plugins.cache_groups import GroupedCache
 from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_plugins.latency import Roofline
