@@ -24,10 +24,10 @@ from kvcore_lab.comparison import SHARING, Comparison, compare_policies
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
 from kvcore_lab.plans.devices import plan_devices
 from kvcore_lab.plans.planning import plan
-from kvcore_lab.sweep import Grid, Journal, Mode, Plan, Sweep
+from kvcore_lab.sweep import Grid, Journal, Plan, Sweep
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.executors import executor_for
-from kvcore_lab.sweep.grid import MODES, SweepFile
+from kvcore_lab.sweep.grid import MODES, Mode, SweepFile
 from kvcore_plugins.cache_groups import GroupPlan, LayerGroup, groups_of
 from kvcore_replay.pricing import PriceModel
 

@@ -31,7 +31,8 @@ from kvcore_lab.report.policies import named
 from kvcore_lab.report.quality import QualityReport
 from kvcore_lab.report.size import size_sections
 from kvcore_lab.report.sweep import SweepReport, chart_axis
-from kvcore_lab.sweep import Sweep, axes_of
+from kvcore_lab.sweep import Sweep
+from kvcore_lab.sweep.grid import axes_of
 from kvcore_pages.report_parts import (
     REASONS,
     Axis,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import InputError
-from kvcore_lab.demo import WORKED_EXAMPLE, OneHead, head_sections
+from kvcore_lab.demo.one_head import WORKED_EXAMPLE, OneHead, head_sections
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_head_attention.py"
 

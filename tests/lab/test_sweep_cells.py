@@ -20,20 +20,9 @@ from kvcore.config import RunConfig
 from kvcore.plugins import Plugins
 from kvcore.workloads import RequestList
 from kvcore_lab.comparison import compare_policies
-from kvcore_lab.sweep import (
-    CellRunner,
-    Grid,
-    Journal,
-    Outcome,
-    Plan,
-    Processes,
-    RayCluster,
-    Task,
-    executor_named,
-    sweep,
-)
-from kvcore_lab.sweep.cells import CellRun, WorkloadCache
-from kvcore_lab.sweep.executors import ThisProcess
+from kvcore_lab.sweep import Grid, Journal, Plan, Processes, RayCluster, sweep
+from kvcore_lab.sweep.cells import CellRun, CellRunner, Outcome, Task, WorkloadCache
+from kvcore_lab.sweep.executors import ThisProcess, executor_named
 from kvcore_lab.sweep.sources import _beside, class_digests, kvcore_digest
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline

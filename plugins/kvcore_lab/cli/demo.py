@@ -25,12 +25,8 @@ from kvcore_cli.output import emit_json, json_option, print_sections, progress
 from kvcore_cli.served import ServedRun
 from kvcore_cli.verb import SHOWN, Count, VerbCommand
 from kvcore_lab.cli.search import paged_fields
-from kvcore_lab.demo import (
-    WORKED_EXAMPLE,
-    CachingReport,
-    head_sections,
-    with_and_without_cache,
-)
+from kvcore_lab.demo.caching import CachingReport, with_and_without_cache
+from kvcore_lab.demo.one_head import WORKED_EXAMPLE, head_sections
 from kvcore_lab.report.paging import report_of
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 

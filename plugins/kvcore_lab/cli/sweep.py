@@ -31,8 +31,9 @@ from kvcore_lab.report.sweep import (
     sweep_document,
     write_table,
 )
-from kvcore_lab.sweep import Grid, Journal, Plan, Sweep, executor_named
+from kvcore_lab.sweep import Grid, Journal, Plan, Sweep
 from kvcore_lab.sweep import sweep as run_sweep
+from kvcore_lab.sweep.executors import executor_named
 from kvcore_lab.sweep.grid import SweepFile
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.cli.trace_options import gpu_price_option

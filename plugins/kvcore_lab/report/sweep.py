@@ -24,7 +24,8 @@ from kvcore.units import format_bytes, format_dollars, format_number, format_sec
 from kvcore_cli.output import json_bytes
 from kvcore_cli.report.tables import NONE, cell, counted, share
 from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, Parts, bootstrap, ratio
-from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
+from kvcore_lab.sweep.executors import Row, Sweep
+from kvcore_lab.sweep.grid import Grid, axes_of
 from kvcore_replay.report.charts import is_bound
 
 POLICIES = (
