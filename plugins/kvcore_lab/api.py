@@ -27,8 +27,8 @@ from kvcore_lab.plans.planning import plan
 from kvcore_lab.sweep import Grid, Journal, Plan, Sweep
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.executors import executor_for
-from kvcore_lab.sweep.grid import MODES, Mode, SweepFile
-from kvcore_plugins.cache_groups import GroupPlan, LayerGroup, groups_of
+from kvcore_lab.sweep.grid import MODES, Mode, read_sweep
+from kvcore_plugins.cache_groups import GroupPlan, groups_of
 from kvcore_replay.pricing import PriceModel
 
 __all__ = ["compare", "find_capacity", "plan", "plan_devices", "sweep"]
@@ -192,7 +192,6 @@ def compare(
     grouped = accounting == "tokens" and memory is not None and not uniform
     parts = (GroupedParts if grouped else RunParts)(config, plugins)
     plan = parts.plan if isinstance(parts, GroupedParts) else None
-    groups: tuple[LayerGroup, ...] = ()
     if memory is not None:
         if blocks is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
@@ -200,7 +199,6 @@ def compare(
         # A number of another type is one size too, and refused as such.
         several = isinstance(memory, Iterable) and not isinstance(memory, str)
         sizes = cast("Iterable[int | str]", memory if several else [memory])
-        groups = plan.groups if plan is not None else ()
         blocks = [parts.blocks_in(size) for size in sizes]
     return compare_policies(
         parts.workload,
@@ -209,7 +207,7 @@ def compare(
         block_size=parts.geometry.block_size,
         accounting=accounting,
         prefix=str(prefix) if isinstance(prefix, Spec) else prefix,
-        groups=groups,
+        groups=() if plan is None else plan.groups,
         checkpoint=checkpoint,
         recompute=recompute or parts.recompute,
         seed=options.get("seed"),
@@ -262,7 +260,7 @@ def sweep(
         instead = f"give mode={name!r}" if name in MODES else f"leave {', '.join(axes)} out"
         msg = f"{name}, read as a sweep in TOML, has the options of the sweep: {instead}"
         raise InputError(msg)
-    grid = Grid(mode, **axes) if file is None else SweepFile.read(as_path(file)).grid
+    grid = Grid(mode, **axes) if file is None else read_sweep(as_path(file))[0]
     with nullcontext() if journal is None else Journal(journal) as opened:
         return run_sweep(
             Plan.from_grid(grid),

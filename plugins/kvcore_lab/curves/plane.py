@@ -28,7 +28,7 @@ from kvcore.request import Request
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import open_workload
-from kvcore_lab.candidates import Policy, candidates_of
+from kvcore_lab.candidates import Candidate, Policy, candidates_of
 from kvcore_lab.comparison import ReplaySetup, Source, is_hinted, pool_sizes
 from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
@@ -176,9 +176,7 @@ def plane(
         rules = " and ".join(filter(None, wrong))
         msg = f"{rules}: one pass knows LRU and write=evict alone: add --exact (exact=True)"
         raise InputError(msg)
-    maker = _PlaneMaker(
-        setup, tier, layout, policy.build, policy.name, jobs, progress or silent
-    )
+    maker = _PlaneMaker(setup, tier, layout, policy, jobs, progress or silent)
     sizes = None if pools is None else pool_sizes(pools, "to show")
     return maker.plane(sizes, points, exact=exact)
 
@@ -190,8 +188,7 @@ class _PlaneMaker:
     setup: ReplaySetup
     tier: Tier
     layout: KVLayout
-    make: Callable[[], EvictionPolicy]
-    eviction: str
+    policy: Candidate
     jobs: int
     progress: Progress
 
@@ -242,7 +239,7 @@ class _PlaneMaker:
         return Plane(
             workload=source.read(workload, requests=len(reuse.lengths)),
             tier=self.tier,
-            eviction=self.eviction,
+            eviction=self.policy.name,
             exact=exact,
             block_size=size,
             lookup_blocks=reuse.lookup_blocks,
@@ -285,10 +282,10 @@ class _PlaneMaker:
 
     def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield each point with its hits: those of a replay."""
-        name, policy = self.setup.workload.name, f"policy {self.eviction!r}"
+        name, policy = self.setup.workload.name, f"policy {self.policy.name!r}"
         calls = [
             Call(
-                partial(_hits, self.setup, self.make(), self.tier, self.layout, *point),
+                partial(_hits, self.setup, self.policy.build(), self.tier, self.layout, *point),
                 f"the replay of {name} with sizes {list(point)} and {policy}",
             )
             for point in grid

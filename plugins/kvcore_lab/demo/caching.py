@@ -519,7 +519,7 @@ class CachingReport:
     def times(self) -> Table:
         """Median time of a step in each range of the output, and a line of bars."""
         bounds = _bounds(len(self.generations[0].tokens), _TIME_RANGES)
-        spans = (_span(begin + 1, end) for begin, end in bounds)
+        spans = (f"{n + 1:,}" if n + 1 == end else f"{n + 1:,}–{end:,}" for n, end in bounds)
         count = max(_TIME_RANGES, min(_BARS, len(self.generations[0].tokens) // _STEPS))
         lines = [_medians(generation.step_seconds, count) for generation in self.generations]
         longest = max(map(max, lines))
@@ -557,11 +557,6 @@ def _bounds(steps: int, parts: int) -> list[tuple[int, int]]:
     parts = min(parts, steps)
     cuts = [steps * part // parts for part in range(parts + 1)]
     return list(pairwise(cuts))
-
-
-def _span(first: int, last: int) -> str:
-    """Return a range of output tokens as text."""
-    return f"{first:,}" if first == last else f"{first:,}–{last:,}"
 
 
 def _medians(seconds: Sequence[float], parts: int) -> list[float]:

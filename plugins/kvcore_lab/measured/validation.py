@@ -128,9 +128,8 @@ class Validation:
 
     def worst(self, measure: str, most: int = 5) -> list[Compared]:
         """Return the rows with the largest absolute errors of a measure, largest first."""
-        off = {id(compared): compared.error(measure) for compared in self.compared}
-        rows = [compared for compared in self.compared if off[id(compared)] is not None]
-        return sorted(rows, key=lambda compared: -abs(off[id(compared)] or 0))[:most]
+        rows = [compared for compared in self.compared if compared.error(measure) is not None]
+        return sorted(rows, key=lambda compared: -abs(compared.error(measure) or 0))[:most]
 
 
 def validate(

@@ -415,11 +415,6 @@ class _Planner:
     tick: Tick = unseen
     left: int = 0
 
-    @property
-    def share(self) -> Fraction:
-        """The share of the judged requests that must meet their SLO."""
-        return Fraction(str(self.percentile)) / 100
-
     def add(
         self, cells: Iterable[RunConfig], counts: list[int] | None, *, adds_host: bool
     ) -> None:
@@ -546,7 +541,7 @@ class _Planner:
         served = self.served.get(fleet)
         if served is None or not served.judged:
             return False
-        return Fraction(served.met, served.judged) >= self.share
+        return Fraction(served.met, served.judged) >= Fraction(str(self.percentile)) / 100
 
     def _option(self, fleet: Fleet) -> Search[Option]:
         """Return a fleet, and the same with the largest pool, with which the search began.
