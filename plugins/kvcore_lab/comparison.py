@@ -471,12 +471,8 @@ class ReplaySetup:
 
 def types_of(rows: type) -> dict[str, str]:
     """Return the types of the fields of an attrs class that are text or numbers, or None."""
-    types = {
-        field.name: str(field.type).removesuffix(" | None") for field in attrs.fields(rows)
-    }
-    return {
-        name: kind for name, kind in types.items() if kind in ("str", "int", "float", "bool")
-    }
+    types = ((f.name, str(f.type).removesuffix(" | None")) for f in attrs.fields(rows))
+    return {name: kind for name, kind in types if kind in ("str", "int", "float", "bool")}
 
 
 class KeptWorkload(WorkloadSample):

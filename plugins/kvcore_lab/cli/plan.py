@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,9 +175,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
         ctx.exit(NONE_FOUND)
 
 
-@contextmanager
-def _journal(out: Path) -> Iterator[Journal]:
-    """Make the directory of a plan, and open the journal in it."""
+def _journal(out: Path) -> Journal:
+    """Make the directory of a plan, and return the journal in it."""
     make_directory(out)
-    with Journal(out / "journal.jsonl", "--out") as journal:
-        yield journal
+    return Journal(out / "journal.jsonl", "--out")
