@@ -529,12 +529,12 @@ class KeptWorkload(WorkloadSample):
 
 @attrs.define
 class Reading:
-    """What the requests of a workload are found to have when they are read first.
+    """Figures of the requests of a workload, found when they are first read.
 
     Attributes:
-        prompts: tokens of the prompt of each.
-        answers: number of those whose answers have keys.
-        hinted: whether a pool may do something else for the hints of one.
+        prompts: tokens of the prompt of each request.
+        answers: number of requests whose answers have keys.
+        hinted: whether a pool may do something else for the hints of a request.
     """
 
     prompts: array[int] = attrs.field(repr=False, factory=partial(array, "q"))

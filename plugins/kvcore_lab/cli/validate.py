@@ -27,7 +27,7 @@ from kvcore_lab.report.validation import ValidationReport
 from kvcore_replay.cli.plot_option import picture_option, plot_file
 
 _of_rows = partial(option, heading=REQUESTS)
-"""Return the option of the rows to take, and of the requests that they stand for."""
+"""Return an option of the rows to take, or of the requests that rows stand for."""
 
 
 def _conditions(
