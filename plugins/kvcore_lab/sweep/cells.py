@@ -263,7 +263,7 @@ class WorkloadCache:
         return self.kept(parts, future, geometry.accounting, geometry.block_size)
 
     def kept(self, parts: RunParts, read: Callable[[Workload], T], *more: object) -> T:
-        """Return `read(workload)`; the latest result of each `read` and `more` is kept."""
+        """Return `read(workload)`; the latest of each `read` is kept, `more` is in its key."""
         what, key = read.__qualname__, (self.digest(parts), *more)
         if self._kept.get(what, (None,))[0] != key:
             self._kept[what] = key, read(parts.workload)
