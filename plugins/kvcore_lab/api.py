@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike, fspath
 from typing import Any, Literal, TypedDict, Unpack, cast
 
@@ -22,15 +22,16 @@ from kvcore.progress import Progress, silent
 from kvcore_lab.candidates import Policy
 from kvcore_lab.comparison import SHARING, Comparison, compare_policies
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
-from kvcore_lab.plans.devices import DevicePlans, search_devices
-from kvcore_lab.plans.planning import FleetPlan
-from kvcore_lab.plans.planning import plan as search_plan
-from kvcore_lab.sweep import Grid, Journal, Mode, Plan, Sweep
+from kvcore_lab.plans.devices import plan_devices
+from kvcore_lab.plans.planning import plan
+from kvcore_lab.sweep import Grid, Journal, Plan, Sweep
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.executors import executor_for
-from kvcore_lab.sweep.grid import MODES, SweepFile
-from kvcore_plugins.cache_groups import GroupPlan, LayerGroup, groups_of
+from kvcore_lab.sweep.grid import MODES, Mode, read_sweep
+from kvcore_plugins.cache_groups import GroupPlan, groups_of
 from kvcore_replay.pricing import PriceModel
+
+__all__ = ["compare", "find_capacity", "plan", "plan_devices", "sweep"]
 
 
 def find_capacity(
@@ -191,7 +192,6 @@ def compare(
     grouped = accounting == "tokens" and memory is not None and not uniform
     parts = (GroupedParts if grouped else RunParts)(config, plugins)
     plan = parts.plan if isinstance(parts, GroupedParts) else None
-    groups: tuple[LayerGroup, ...] = ()
     if memory is not None:
         if blocks is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
@@ -199,7 +199,6 @@ def compare(
         # A number of another type is one size too, and refused as such.
         several = isinstance(memory, Iterable) and not isinstance(memory, str)
         sizes = cast("Iterable[int | str]", memory if several else [memory])
-        groups = plan.groups if plan is not None else ()
         blocks = [parts.blocks_in(size) for size in sizes]
     return compare_policies(
         parts.workload,
@@ -208,7 +207,7 @@ def compare(
         block_size=parts.geometry.block_size,
         accounting=accounting,
         prefix=str(prefix) if isinstance(prefix, Spec) else prefix,
-        groups=groups,
+        groups=() if plan is None else plan.groups,
         checkpoint=checkpoint,
         recompute=recompute or parts.recompute,
         seed=options.get("seed"),
@@ -220,83 +219,6 @@ def compare(
         plugins=plugins,
         progress=progress,
     )
-
-
-def plan(
-    workload: Source = "mooncake",
-    *,
-    percentile: float = 99,
-    tensor_parallel: int | Iterable[int] = (1, 2, 4, 8),
-    replicas: int | Iterable[int] | None = None,
-    max_gpus: int = 64,
-    tier: TierChoices = None,
-    policies: Iterable[tuple[str, str]] | None = None,
-    journal: str | PathLike[str] | None = None,
-    jobs: int = 1,
-    executor: str = "local",
-    progress: Progress | None = None,
-    **options: Any,
-) -> FleetPlan:
-    """Return the least GPUs, K/V memory and host RAM with which a workload meets its SLO.
-
-    `kvcore.plan("mooncake", device="h100", slo="ttft=2,tpot=0.05", percentile=95)` searches as
-    `kvcore plan` does: by simulating fleets of replicas, among which sessions are divided by
-    hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
-
-    Args:
-        workload: the requests: a plugin with options, a file, a workload, or an iterable of
-            `Request`.
-        percentile: percentage of the requests that must meet their SLO.
-        tensor_parallel: GPUs that share a model: each number is tried.
-        replicas: numbers of replicas; None: the fewest that do.
-        max_gpus: GPUs in all, at most.
-        tier: tiers below the pool; the memory of the one named `host` is the most host RAM of
-            a replica. `"none"`: no tier; None: `host:memory=1TiB`, but no tier below pools that
-            have none, as those of `like="sglang"` for a hybrid model.
-        policies: (kind, name) of eviction policies and schedulers that the verdict tries; None:
-            all that are installed.
-        journal: file with the finished simulations, from which an interrupted search goes on.
-        jobs: simulations at a time; 1: in this process. More need a script with
-            `if __name__ == "__main__":`, as processes are started afresh.
-        executor: machines to simulate on: `local`, `ray` or `ray:HOST:PORT`.
-        progress: shows the number of simulations that are done; None: shows nothing.
-        options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
-            `eviction`; plugins by name. `blocks` or `memory` is the largest pool of a replica.
-
-    Raises:
-        InputError: as `simulate`, or nothing to plan for.
-        PluginError: a plugin that cannot work here, or a simulation that failed.
-        StorageError: the journal cannot be written.
-    """
-    return search_plan(
-        workload,
-        percentile=percentile,
-        tensor_parallel=tensor_parallel,
-        replicas=replicas,
-        max_gpus=max_gpus,
-        tier=tier,
-        policies=policies,
-        journal=None if journal is None else partial(Journal, journal),
-        executor=executor_for(executor, jobs),
-        progress=progress,
-        **flat_options(options),
-    )
-
-
-def plan_devices(devices: Iterable[Any] | str, workload: Source, **options: Any) -> DevicePlans:
-    """Return the plans for each of several devices, as `plan` makes them for one.
-
-    Args:
-        devices: the devices, also in text, such as `h100,b200`.
-        workload: as of `plan`.
-        options: as of `plan`; with a journal, that of all devices.
-
-    Raises:
-        InputError: there is no device, or as `plan`, if that is so of every device.
-        PluginError: as `plan`.
-        StorageError: as `plan`.
-    """
-    return search_devices(plan, devices, workload, **options)
 
 
 def sweep(
@@ -338,7 +260,7 @@ def sweep(
         instead = f"give mode={name!r}" if name in MODES else f"leave {', '.join(axes)} out"
         msg = f"{name}, read as a sweep in TOML, has the options of the sweep: {instead}"
         raise InputError(msg)
-    grid = Grid(mode, **axes) if file is None else SweepFile.read(as_path(file)).grid
+    grid = Grid(mode, **axes) if file is None else read_sweep(as_path(file))[0]
     with nullcontext() if journal is None else Journal(journal) as opened:
         return run_sweep(
             Plan.from_grid(grid),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import product
-from math import fsum, lcm
+from math import lcm
 from numbers import Integral
 from operator import add
 from time import perf_counter
@@ -29,7 +28,7 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
-from kvcore.request import Request
+from kvcore.request import NO_HINTS, Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, WorkloadSample, check_keys, notes_of
@@ -44,6 +43,7 @@ from kvcore_lab.candidates import (
 )
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
+from kvcore_replay.savings import prefill_seconds
 from kvcore_replay.untimed import hits_of, replay, replay_groups
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class Row:
             without tiers. For the optimum: the most that any policies of both can reach.
         tiers: transfers and drops of each tier, as from `Tiers.as_dict()`; None without tiers
             and for the optimum.
-        saved_s: seconds of prefill that the hits save, at the cost of computing them alone;
-            None in documents of earlier versions.
+        saved_s: seconds of prefill that the hits save, at the cost of computing them alone.
         evicted_blocks: blocks that left the cache, for room or because they expired.
         share_of_optimum: hits of the row divided by those of the optimum (without bypass) in
             the same pool; None if the optimum was not run or hits nothing.
@@ -104,7 +103,7 @@ class Row:
     lookup_blocks: int
     hit_blocks: int
     hit_ratio: dict[str, float | None]
-    saved_s: float | None = None
+    saved_s: float
     evicted_blocks: int
     share_of_optimum: float | None = None
     reused_blocks: int | None = None
@@ -133,7 +132,7 @@ class Infinite:
     lookup_blocks: int
     hit_blocks: int
     hit_ratio: dict[str, float | None]
-    prefill_s: float | None = None
+    prefill_s: float
     answers_left_out: int = 0
 
 
@@ -144,8 +143,7 @@ class Source:
     Attributes:
         name, digest, key_tokens, options: those of the workload.
         requests: number of its requests.
-        longest_prompt: number of tokens of the longest prompt; 0 in documents of earlier
-            versions.
+        longest_prompt: number of tokens of the longest prompt; 0: it was not measured.
         reported_hit_ratio: the share of the prompt tokens that a log reports as cached; None:
             it does not say.
         notes: what the workload says of the requests that were read.
@@ -322,14 +320,16 @@ def compare_policies(
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if requested.size is None else requested.size * replays
     with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
-        requests, infinite = maker.infinite(bounded=has_bound(candidates))
+        infinite = maker.infinite(bounded=has_bound(candidates))
         if sizes is None:
             sizes = default_sizes(infinite.distinct_blocks)
         if trace is None:
             rows = maker.rows(candidates, sizes, jobs)
         else:
-            rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
-    source = source.read(requested, requests=requests, longest_prompt=maker.longest_prompt)
+            cost = cost_fields(setup.recompute)
+            with Trace(trace, workload=setup.workload, seed=seed, recompute=cost) as decisions:
+                rows = [maker.row(candidates[0], sizes[0], decisions)]
+    source = source.read(requested, **maker.reading.lengths())
     bills = None
     if price is not None:
         from kvcore_replay.billing import bill  # noqa: PLC0415 - as above
@@ -471,24 +471,8 @@ class ReplaySetup:
 
 def types_of(rows: type) -> dict[str, str]:
     """Return the types of the fields of an attrs class that are text or numbers, or None."""
-    types = {
-        field.name: str(field.type).removesuffix(" | None") for field in attrs.fields(rows)
-    }
-    return {
-        name: kind for name, kind in types.items() if kind in ("str", "int", "float", "bool")
-    }
-
-
-def keeping(requests: Iterable[Request], kept: list[Request]) -> Iterator[Request]:
-    """Yield requests, and add them to `kept` if all of them take less than `HELD_BYTES`."""
-    size = 0
-    for request in requests:
-        size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
-        if size <= HELD_BYTES:
-            kept.append(request)
-        else:
-            kept.clear()
-        yield request
+    types = ((f.name, str(f.type).removesuffix(" | None")) for f in attrs.fields(rows))
+    return {name: kind for name, kind in types if kind in ("str", "int", "float", "bool")}
 
 
 class KeptWorkload(WorkloadSample):
@@ -501,6 +485,7 @@ class KeptWorkload(WorkloadSample):
     def __init__(self, source: Workload) -> None:
         super().__init__(source)
         self._kept: list[Request] = []
+        self._bytes = 0
 
     def __reduce__(self) -> tuple[type[KeptWorkload], tuple[Workload]]:
         """Pickle the workload without its requests."""
@@ -512,17 +497,21 @@ class KeptWorkload(WorkloadSample):
 
     def _read(self) -> Iterator[Request]:
         kept: list[Request] = []
-        yield from keeping(self.source, kept)
+        self._bytes = 0
+        for request in self.source:
+            self._bytes += REQUEST_BYTES + KEY_BYTES * len(request.keys)
+            if self._bytes <= HELD_BYTES:
+                kept.append(request)
+            else:
+                kept.clear()
+            yield request
         self._kept = kept
 
     def hold(self) -> None:
         """Read the requests and keep them, unless they take much memory."""
-        if not self._kept:
-            kept: list[Request] = []
-            for _ in keeping(self.source, kept):
-                if not kept:
-                    break
-            self._kept = kept
+        for _ in () if self._kept else self._read():
+            if self._bytes > HELD_BYTES:
+                break
 
     def release(self) -> None:
         """Keep no requests, until they are read again."""
@@ -539,26 +528,63 @@ class KeptWorkload(WorkloadSample):
 
 
 @attrs.define
+class Reading:
+    """Figures of the requests of a workload, found when they are first read.
+
+    Attributes:
+        prompts: tokens of the prompt of each request.
+        answers: number of requests whose answers have keys.
+        hinted: whether a pool may do something else for the hints of a request.
+    """
+
+    prompts: array[int] = attrs.field(repr=False, factory=partial(array, "q"))
+    answers: int = 0
+    hinted: bool = False
+
+    def of(self, workload: Workload) -> Iterator[Request]:
+        """Yield the requests of `workload`, checked, and look at each."""
+        for request in check_keys(workload):
+            self.prompts.append(request.prompt_tokens)
+            self.answers += bool(request.output_keys)
+            self.hinted = self.hinted or is_hinted(request)
+            yield request
+
+    def lengths(self) -> dict[str, int]:
+        """Return the fields of a `Source` that were found."""
+        return {
+            "requests": len(self.prompts),
+            "longest_prompt": max(self.prompts, default=0),
+        }
+
+    def left_out(self, accounting: str) -> int:
+        """Return the number of answers that an accounting leaves out."""
+        return self.answers if accounting == "keys" else 0
+
+
+def is_hinted(request: Request) -> bool:
+    """Return True if a pool may do something else for the hints of a request."""
+    hints = request.hints
+    return hints is not NO_HINTS and attrs.evolve(hints, prefetch=None) != NO_HINTS
+
+
+@attrs.define
 class _RowMaker:
     """Makes the rows of a comparison: one replay of the workload each."""
 
     setup: ReplaySetup
     residency: bool
     price: PriceModel | None
-    tick: Tick = attrs.field(init=False, repr=False)
-    future: Future | None = attrs.field(init=False, default=None)
-    prefill_s: float = attrs.field(init=False, default=0.0)
-    prompts: array[int] = attrs.field(init=False, repr=False, factory=partial(array, "q"))
-    answers: int = attrs.field(init=False, default=0)
-    longest_prompt: int = attrs.field(init=False, default=0)
+    tick: Tick = attrs.field(default=unseen, repr=False)
+    future: Future | None = None
+    reading: Reading = attrs.field(factory=Reading)
 
-    def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
-        """Return the number of requests, and the hits of a cache without bounds.
+    def infinite(self, *, bounded: bool) -> Infinite:
+        """Return the hits of a cache without bounds.
 
-        With `bounded`, for comparisons with Belady's bound, both follow from the future that
+        With `bounded`, for comparisons with Belady's bound, they follow from the future that
         the bound needs anyway; else from a replay.
         """
-        requests = ticked(self._read(check_keys(self.setup.workload)), self.tick)
+        requests = ticked(self.reading.of(self.setup.workload), self.tick)
         if bounded:
             geometry = self.setup.geometry
             self.future = future = Future.read(requests, geometry)
@@ -570,68 +596,41 @@ class _RowMaker:
                 _, stats = self._limited(future.reused)
         else:
             stats, distinct = self.setup.unbounded(requests)
-        return stats.requests, Infinite(
+        return Infinite(
             distinct_blocks=distinct,
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
-            prefill_s=round(self.prefill_s, 3),
-            answers_left_out=self.answers if self.setup.geometry.accounting == "keys" else 0,
+            prefill_s=round(prefill_seconds(self.setup.recompute, self.reading.prompts), 3),
+            answers_left_out=self.reading.left_out(self.setup.geometry.accounting),
         )
-
-    def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`, and measure their prompts."""
-        cost = self.setup.recompute
-        for request in requests:
-            self.prefill_s += cost(0, request.prompt_tokens)
-            self.prompts.append(request.prompt_tokens)
-            self.answers += bool(request.output_keys)
-            self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
-            yield request
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
         pairs = list(product(policies, sizes))
-        if jobs == 1:
-            return [self.row(policy, size) for policy, size in pairs]
         # The future that the bound needs is read in this process: it takes more memory than a
         # row.
-        sent = [pair for pair in pairs if pair[0].optimum is None]
-        computed = iter(self.in_processes(sent, jobs))
-        return [
-            next(computed) if pair[0].optimum is None else self.row(*pair) for pair in pairs
-        ]
-
-    def in_processes(self, pairs: list[tuple[Candidate, int]], jobs: int) -> list[Row]:
-        """Return the row of each policy and size, made by `jobs` processes."""
-        calls = [self._call(policy, size) for policy, size in pairs]
-        rows: dict[int, Row] = {}
-        for index, row in call_all(calls, jobs):
-            rows[index] = row
+        sent = [n for n, pair in enumerate(pairs) if pair[0].optimum is None and jobs > 1]
+        made: dict[int, Row] = {}
+        for place, row in call_all([self._call(*pairs[n]) for n in sent], jobs):
+            made[sent[place]] = row
             self.tick(row.requests)
-        return [rows[index] for index in range(len(calls))]
+        return [made[n] if n in made else self.row(*pair) for n, pair in enumerate(pairs)]
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
-        name = self.setup.workload.name
+        name, prefix = self.setup.workload.name, partial(_prebuilt, self.setup.make_prefix())
+        setup = attrs.evolve(self.setup, make_prefix=prefix)
+        sent = attrs.evolve(self, setup=setup, tick=unseen, future=None)
         built = attrs.evolve(
             policy,
             make=partial(_prebuilt, policy.build()),
             make_checkpoint=partial(_prebuilt, policy.make_checkpoint()),
         )
         return Call(
-            partial(self._sent.row, built, blocks),
+            partial(sent.row, built, blocks),
             f"the replay of {name} with {blocks} blocks and policy {policy.name!r}",
         )
-
-    @property
-    def _sent(self) -> _RowMaker:
-        """A copy for a worker process, without progress."""
-        prefix = partial(_prebuilt, self.setup.make_prefix())
-        setup = attrs.evolve(self.setup, make_prefix=prefix)
-        sent = _RowMaker(setup, self.residency, self.price)
-        sent.tick, sent.prompts = unseen, self.prompts
-        return sent
 
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
@@ -715,10 +714,10 @@ class _RowMaker:
 
         The last block of a prompt, which hits in `keys` accounting, may be a part of one.
         """
-        size, cost = self.setup.geometry.block_size, self.setup.recompute
-        pairs = zip(hits, self.prompts, strict=True)
-        lengths = Counter(min(size * hit, prompt) for hit, prompt in pairs)
-        return round(fsum(n * cost(0, length) for length, n in sorted(lengths.items())), 3)
+        size = self.setup.geometry.block_size
+        pairs = zip(hits, self.reading.prompts, strict=True)
+        lengths = [min(size * hit, prompt) for hit, prompt in pairs]
+        return round(prefill_seconds(self.setup.recompute, lengths), 3)
 
     def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
         """Return the bill of requests; each comes with the number of blocks that it reads."""
@@ -730,14 +729,6 @@ class _RowMaker:
         return Bill.from_charges(
             price, (hit_charge(price, charge, hit * size) for charge, hit in hits)
         )
-
-    def traced_row(
-        self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
-    ) -> Row:
-        """Replay under one policy and write every decision to the trace `file`."""
-        cost = cost_fields(self.setup.recompute)
-        with Trace(file, workload=self.setup.workload, seed=seed, recompute=cost) as trace:
-            return self.row(policy, blocks, trace)
 
 
 def _prebuilt(part: Any) -> Any:

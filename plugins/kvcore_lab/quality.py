@@ -241,7 +241,8 @@ def measure(
     codecs, policies = _specs(codec), [spec for spec in _specs(retention) if str(spec) != FULL]
     parts = _Parts(plugins, backend, dtype, block_size, samples.seed)
     for model in generators:
-        parts.load(model)
+        model.bind()
+        model.load(parts.backend(), dtype)
     cells = [_Cell(Spec(FULL), codec) for codec in codecs]
     for policy in policies:
         cells += parts.cells(built, policy, codecs, shares)
@@ -268,7 +269,8 @@ def measure(
         block_size=block_size,
         full_codec=str(codecs[0]),
         full_bytes_per_token=rows[0].bytes_per_token,
-        rows=sorted(rows, key=_order),
+        # By bytes, rows of one budget together.
+        rows=sorted(rows, key=lambda row: (-(row.budget or row.share), row.kl)),
         **attrs.asdict(samples, filter=attrs.filters.exclude("text")),
     )
 
@@ -358,11 +360,6 @@ def _specs(text: str) -> list[Spec]:
     return list({str(spec): spec for spec in parse(text)}.values())
 
 
-def _order(row: QualityRow) -> tuple[float, float]:
-    """Return the sort key of a row: by bytes, rows of one budget together."""
-    return -(row.share if row.budget is None else row.budget), row.kl
-
-
 def _built(plugins: Plugins, generator: Generator | str, defaults: dict[str, Any]) -> Generator:
     if isinstance(generator, str):
         built: Generator = plugins.build("generator", generator, defaults)
@@ -386,11 +383,6 @@ class _Parts:
         """Return a backend that is not in use."""
         backend: Backend = self.plugins.build("backend", self.backend_name)
         return backend
-
-    def load(self, generator: Generator) -> None:
-        """Load `generator` for all runs."""
-        generator.bind()
-        generator.load(self.backend(), self.dtype)
 
     def layout(self, generator: Generator, codec: Spec | None, blocks: int = 1) -> TensorLayout:
         """Return the layout of `blocks` blocks in a codec; None: in the dtype of a run."""

@@ -13,7 +13,6 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
-from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
 from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
@@ -311,34 +310,28 @@ class _Shares:
         `came` has the times (ns) of the requests, by which the cache gets them; None: those of
         the workload.
         """
-        parts = self.parts[text]
+        parts, optimum = self.parts[text], None
         blocks = sum(member.blocks + member.tier_blocks for member in parts.members)
-        stats, optimum = self._replay(parts, blocks, came)
-        hits = stats.ratios()["token"]
-        return SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum)
-
-    def _replay(
-        self, parts: ClusterParts, blocks: int, came: Came
-    ) -> tuple[CacheStats, float | None]:
-        """Return the counts of one cache, and the optimum; None: it is not known."""
         requests = _ordered(parts.workload, came)
         if parts.layers:
-            divided: Any = parts.served_cache(blocks=blocks)
-            again = replay_groups if divided.grouped else replay_pools
-            again(requests, divided, parts.batching.max_tokens)
-            return divided.stats, None
-        cache = KVCache(
-            blocks,
-            parts.geometry.block_size,
-            eviction=parts.built("eviction"),
-            prefix=parts.built("prefix"),
-            accounting="tokens",
-            key_tokens=parts.workload.key_tokens,
-            recompute=parts.recompute,
-        )
-        stats = replay(requests, cache)
-        known = cache.prefix.name == SHARING
-        return stats, self._optimum(parts, blocks, came) if known else None
+            cache: Any = parts.served_cache(blocks=blocks)
+            again = replay_groups if cache.grouped else replay_pools
+            again(requests, cache, parts.batching.max_tokens)
+        else:
+            cache = KVCache(
+                blocks,
+                parts.geometry.block_size,
+                eviction=parts.built("eviction"),
+                prefix=parts.built("prefix"),
+                accounting="tokens",
+                key_tokens=parts.workload.key_tokens,
+                recompute=parts.recompute,
+            )
+            replay(requests, cache)
+            if cache.prefix.name == SHARING:
+                optimum = self._optimum(parts, blocks, came)
+        hits = cache.stats.ratios()["token"]
+        return SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum)
 
     def _optimum(self, parts: ClusterParts, blocks: int, came: Came) -> float | None:
         """Return the share of the prompt tokens that Belady's rule hits."""

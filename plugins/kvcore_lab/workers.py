@@ -288,15 +288,9 @@ def _interrupts_delayed() -> Iterator[None]:
     it would read the end of a pipe from which it is to learn what to do.
     """
     caught: list[int] = []
-    handlers = {}
-    if current_thread() is main_thread():
-        handlers_before = {
-            signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)
-        }
-        # A default action ends the process, which takes its workers along.
-        handlers = {
-            signum: handler for signum, handler in handlers_before.items() if callable(handler)
-        }
+    signals = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
+    # A default action ends the process, which takes its workers along.
+    handlers = {n: handler for n in signals if callable(handler := signal.getsignal(n))}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     for signum in handlers:
         signal.signal(signum, lambda signum, _: caught.append(signum))

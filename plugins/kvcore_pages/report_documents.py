@@ -23,7 +23,7 @@ from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.curves.plane import Plane, PlanePoint
 from kvcore_lab.quality import Quality, QualityRow
-from kvcore_lab.report.comparison import ComparisonReport, ResidencyReport
+from kvcore_lab.report.comparison import ComparisonReport, residency_sections
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plan import DevicePlansReport, PlanReport
 from kvcore_lab.report.plane import PlaneReport
@@ -31,7 +31,8 @@ from kvcore_lab.report.policies import named
 from kvcore_lab.report.quality import QualityReport
 from kvcore_lab.report.size import size_sections
 from kvcore_lab.report.sweep import SweepReport, chart_axis
-from kvcore_lab.sweep import Sweep, axes_of
+from kvcore_lab.sweep import Sweep
+from kvcore_lab.sweep.grid import axes_of
 from kvcore_pages.report_parts import (
     REASONS,
     Axis,
@@ -256,10 +257,9 @@ def _comparison(document: Document) -> Content:
         return
     yield heading("Regret")
     yield from _regret(comparison)
-    rested = ResidencyReport(comparison)
-    if rested.rows:
+    if rested := residency_sections(comparison):
         yield heading("Blocks in the cache")
-        yield from shown(rested.sections, "How long blocks rest")
+        yield from shown(rested, "How long blocks rest")
     yield from again(recorded(document, "--json"))
     traced = len(rows) == 1 and rows[0].eviction != Belady.name
     yield from _needs_trace(recorded(document, "--trace", "run.jsonl.gz") if traced else ())

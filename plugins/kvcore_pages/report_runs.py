@@ -22,7 +22,7 @@ from kvcore.untrusted import parse_json
 from kvcore_cli.report.simulation import SimulationReport
 from kvcore_cli.report.tables import counted, setup, share, slo_of
 from kvcore_lab.report.capacity import holding
-from kvcore_lab.report.paging import PagingReport
+from kvcore_lab.report.paging import paging_sections
 from kvcore_pages.report_parts import (
     COLOURS,
     REASONS,
@@ -279,7 +279,7 @@ class Run(Result):
                 "How long blocks rest in the cache",
             )
             if "paged" in summary:
-                _, *both = PagingReport(summary, summary["paged"], 0).sections
+                _, *both = paging_sections(summary, summary["paged"], 0)
                 yield from shown(both, "In one piece, and paged")
             if "bill" in summary:
                 yield from shown(bill_sections(summary["bill"]))

@@ -27,13 +27,8 @@ from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
 from kvcore.trace.events import Header, decode
 from kvcore_engine.engine import run
-from kvcore_lab.demo import (
-    OneHead,
-    RecordingCache,
-    generate,
-    with_and_without_cache,
-)
-from kvcore_lab.demo.caching import DTYPE
+from kvcore_lab.demo import OneHead
+from kvcore_lab.demo.caching import DTYPE, RecordingCache, generate, with_and_without_cache
 from kvcore_pages.shell import Page, charting_library
 from kvcore_plugins.traces.expansion import Expansion
 from kvcore_replay.state.cache import CacheState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcore_cli.report.simulation import thrashing
 from kvcore_lab.comparison import compare_policies
-from kvcore_lab.report.comparison import ResidencyReport
+from kvcore_lab.report.comparison import residency_sections
 from kvcore_plugins.eviction import LRU, MRU
 from kvcore_plugins.workload import Zipf
 
@@ -31,14 +31,14 @@ def test_the_warning_of_thrashing_without_a_hit():
 
 def test_the_table_has_a_row_for_each_policy_and_pool():
     """The table has a row per policy and pool, and the reading names the clock of the ages."""
-    report = ResidencyReport(
+    table, reading = residency_sections(
         compare_policies(Zipf(requests=80), [LRU, MRU], [40, 90], residency=True)
     )
-    assert [row[:2] for row in report.rows] == [
+    assert [row[:2] for row in table.rows] == [
         [name, size] for name in ("lru", "mru") for size in ("40", "90")
     ]
-    assert {len(row) for row in report.rows} == {len(report.headers)}
-    assert "in the workload's own time" in report.reading
+    assert {len(row) for row in table.rows} == {len(table.headers)}
+    assert "in the workload's own time" in reading
 
 
 def test_compare_measures_residency_on_request_only():

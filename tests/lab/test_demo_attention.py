@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import InputError
-from kvcore_lab.demo import WORKED_EXAMPLE, OneHead, OneHeadReport
+from kvcore_lab.demo.one_head import WORKED_EXAMPLE, OneHead, head_sections
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_head_attention.py"
 
@@ -47,8 +47,8 @@ def test_the_report_has_a_row_a_token_and_the_sums():
 
     From left to right: key, score, exponential, weight, value, weighted value.
     """
-    report = OneHeadReport(WORKED_EXAMPLE)
-    rows = report.table.rows
+    _, table, _ = head_sections(WORKED_EXAMPLE)
+    rows = table.rows
     assert len(rows) == 5
     assert rows[0] == ["0", "[2, 0]", "2", "7.389", "0.644", "[10, 0]", "[6.439, 0]"]
     assert rows[-1] == ["sum", "", "", "11.475", "1", "", "[7.711, 0]"]

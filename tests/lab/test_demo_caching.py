@@ -9,8 +9,12 @@ import pytest
 from kvcore import Generator, InputError, PluginError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
-from kvcore_lab.demo import OneHead, causal_attention, with_and_without_cache
-from kvcore_lab.demo.caching import token_projections
+from kvcore_lab.demo import OneHead
+from kvcore_lab.demo.caching import (
+    causal_attention,
+    token_projections,
+    with_and_without_cache,
+)
 
 torch = pytest.importorskip("torch")
 

@@ -3,7 +3,7 @@
 import attrs
 
 from kvcore.models.spec import ModelSpec
-from kvcore_lab.demo import CachingReport, Generation
+from kvcore_lab.demo.caching import CachingReport, Generation
 
 MODEL = ModelSpec(
     name="tiny",

@@ -13,7 +13,7 @@ from kvcore.models.cost import default_prefill_cost
 from kvcore.trace.fields import slo_field
 from kvcore_cli.report.tables import setup, slo_times
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
-from kvcore_lab.report.comparison import ComparisonReport, ResidencyReport, write_csv
+from kvcore_lab.report.comparison import ComparisonReport, residency_sections, write_csv
 
 
 def row(eviction, blocks, hits, *, best=None, **options):
@@ -43,7 +43,11 @@ def comparison(*rows, hits=60):
         accounting="keys",
         rows=list(rows),
         infinite=Infinite(
-            distinct_blocks=40, lookup_blocks=100, hit_blocks=hits, hit_ratio=ratio
+            distinct_blocks=40,
+            lookup_blocks=100,
+            hit_blocks=hits,
+            hit_ratio=ratio,
+            prefill_s=5.0,
         ),
     )
 
@@ -267,10 +271,10 @@ def test_blocks_rest_in_each_tier_by_its_name_and_size():
         residency={"gpu": rested | {"thrashing": False}, "host": rested},
         tiers=[{"tier": "host", "slots": 30, "memory_bytes": 1 << 30}],
     )
-    shown = ResidencyReport(comparison(shown))
-    assert [cells[0] for cells in shown.rows] == ["lru", "lru (host)"]
-    assert "stored again before another 30 had gone" in shown.reading
-    assert "Twice its memory (2 GiB)" in shown.reading
+    table, reading = residency_sections(comparison(shown))
+    assert [cells[0] for cells in table.rows] == ["lru", "lru (host)"]
+    assert "stored again before another 30 had gone" in reading
+    assert "Twice its memory (2 GiB)" in reading
 
 
 def test_the_setup_omits_options_that_repeat_the_deployment():

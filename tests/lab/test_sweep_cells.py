@@ -20,20 +20,9 @@ from kvcore.config import RunConfig
 from kvcore.plugins import Plugins
 from kvcore.workloads import RequestList
 from kvcore_lab.comparison import compare_policies
-from kvcore_lab.sweep import (
-    CellRunner,
-    Grid,
-    Journal,
-    Outcome,
-    Plan,
-    Processes,
-    RayCluster,
-    Task,
-    executor_named,
-    sweep,
-)
-from kvcore_lab.sweep.cells import CellRun, WorkloadCache
-from kvcore_lab.sweep.executors import ThisProcess
+from kvcore_lab.sweep import Grid, Journal, Plan, Processes, RayCluster, sweep
+from kvcore_lab.sweep.cells import CellRun, CellRunner, Outcome, Task, WorkloadCache
+from kvcore_lab.sweep.executors import ThisProcess, executor_named
 from kvcore_lab.sweep.sources import _beside, class_digests, kvcore_digest
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
@@ -53,7 +42,7 @@ class Here:
         runner = CellRunner()
         for task in reversed(list(tasks)):
             self.ran.append(task.digest)
-            yield runner.attempt(task)
+            yield runner(task)
 
 
 @pytest.fixture
@@ -391,14 +380,14 @@ def test_a_package_beside_those_of_kvcore_is_not_its_code(packaged, tmp_path, mo
 
 def test_a_worker_with_another_digest_refuses_the_cell():
     """A worker whose digest of a cell differs from the plan returns an error."""
-    outcome = CellRunner().attempt(Task("00", RunConfig(workload=ZIPF)))
+    outcome = CellRunner()(Task("00", RunConfig(workload=ZIPF)))
     assert outcome.result is None
     assert "this process would run another cell" in outcome.error
 
 
 def test_an_exception_is_the_outcome_of_its_cell():
     """An unexpected exception is the outcome of its cell, with the place."""
-    outcome = CellRunner().attempt(Task("00", None))
+    outcome = CellRunner()(Task("00", None))
     assert outcome == Outcome("00", None, outcome.error)
     assert outcome.error.startswith("AttributeError in ")
 

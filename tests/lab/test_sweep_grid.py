@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore import SLO, InputError
-from kvcore_lab.sweep import Grid, Plan, axes_of
+from kvcore_lab.sweep import Grid, Plan
+from kvcore_lab.sweep.grid import axes_of
 
 
 def test_the_last_axis_changes_fastest():

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 
+AS_GIVEN = ("checkpoint", "block_size", "accounting", "seed", "trace", "price", "jobs")
+"""Options with the names of arguments of `compare_policies`."""
+
 
 @verb(
     "kvcore compare",
@@ -140,15 +143,14 @@ def compare(workload: str | None, **given: Any) -> None:
     _refuse(source, given)
     spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.for_model(spec, find_device(DEVICE))
-    sizes, budget, plan = given["blocks"], None, None
+    sizes, labels, layout, plan = given["blocks"], None, None, None
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
         plan = plan_groups(layout, given, source.key_tokens)
-        budget = Budget(
-            layout, [parse_bytes(text) for text in given["memory"].split(",")], plan
-        )
-        sizes = list(budget.labels)
+        pools = _pools(given["memory"], layout, plan)
+        labels = {pool["blocks"]: format_bytes(pool["bytes"]) for pool in pools}
+        sizes = list(labels)
     below = _below(source, given, plugins, plan) if given["tier"] else None
     if given["check"]:
         with progress(f"checking {source.name}", source.size) as tick:
@@ -168,25 +170,18 @@ def compare(workload: str | None, **given: Any) -> None:
             policies,
             sizes,
             groups=() if plan is None else plan.groups,
-            checkpoint=given["checkpoint"],
-            block_size=given["block_size"],
-            accounting=given["accounting"],
             prefix=prefix,
             recompute=recompute,
-            seed=given["seed"],
-            trace=given["trace"],
             residency=given["residency"] or prometheus is not None,
             tiers=None if below is None else below.add_tiers,
-            price=given["price"],
-            jobs=given["jobs"],
             plugins=plugins,
             progress=progress,
+            **{name: given[name] for name in AS_GIVEN},
         )
         if rows is not None:
             write_csv(comparison, rows)
         if metrics is not None:
             metrics(comparison_metrics(comparison))
-        labels = None if budget is None else budget.labels
         tiers = () if below is None else tuple(map(describe, below.tiers()))
         report = ComparisonReport(
             comparison,
@@ -194,7 +189,7 @@ def compare(workload: str | None, **given: Any) -> None:
             prefix,
             recompute,
             tiers,
-            layout=None if budget is None or plan is not None else budget.layout,
+            layout=layout if plan is None else None,
             residency=given["residency"],
             savings=given["savings"],
             grouped=plan is not None,
@@ -202,8 +197,8 @@ def compare(workload: str | None, **given: Any) -> None:
         write_plot(report.chart())
     if as_json:
         document = _document(comparison)
-        if budget is not None:
-            document["memory"] = budget.document()
+        if layout is not None:
+            document["memory"] = memory_fields(layout, plan) | {"budgets": pools}
         if given["prefix"] is not None:
             document["prefix"] = prefix
         emit_json(document)
@@ -228,56 +223,31 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     return document if comparison.bills is None else document | {"bill": fields["bills"]}
 
 
-@attrs.frozen
-class Budget:
-    """Sizes of pools in bytes.
-
-    Attributes:
-        layout: the K/V of a block.
-        bytes: sizes of the pools.
-        plan: the cache groups of the pools; None: there is one.
+def _pools(memory: str, layout: KVLayout, plan: GroupPlan | None) -> list[dict[str, int]]:
+    """Return the bytes and the blocks of each pool of `--memory`.
 
     Raises:
         InputError: a pool is smaller than a block, or two sizes are the same number of blocks.
     """
-
-    layout: KVLayout
-    bytes: list[int]
-    plan: GroupPlan | None = None
-
-    def __attrs_post_init__(self) -> None:
-        """Refuse a size below one block, and two sizes that are one pool."""
-        pools: dict[int, int] = {}
-        for budget in self.bytes:
-            blocks = self.blocks_in(budget)
-            if not blocks:
-                size, plan = block_bytes(self.layout), self.plan
-                if plan is not None:
-                    size = (
-                        f"A block of any cache group of {self.layout.model.name} takes "
-                        f"{format_bytes(plan.bytes_per_block)}."
-                    )
-                msg = f"--memory: {format_bytes(budget)} is less than a block. {size}"
-                raise InputError(msg)
-            if (other := pools.setdefault(blocks, budget)) != budget:
-                same = f"{other:,} and {budget:,} bytes are both {counted(blocks, 'block')}"
-                msg = f"--memory: {same}, one pool: leave one of them out"
-                raise InputError(msg)
-
-    @property
-    def labels(self) -> dict[int, str]:
-        """Sizes in bytes as text, by the number of blocks."""
-        return {self.blocks_in(size): format_bytes(size) for size in self.bytes}
-
-    def blocks_in(self, size: int) -> int:
-        """Return how many blocks fit into `size` bytes."""
-        plan = self.plan
-        return self.layout.blocks_in(size) if plan is None else size // plan.bytes_per_block
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document of the sizes."""
-        sizes = ({"bytes": size, "blocks": self.blocks_in(size)} for size in self.bytes)
-        return memory_fields(self.layout, self.plan) | {"budgets": list(sizes)}
+    pools: dict[int, int] = {}
+    found = []
+    for size in map(parse_bytes, memory.split(",")):
+        blocks = layout.blocks_in(size) if plan is None else size // plan.bytes_per_block
+        if not blocks:
+            block = block_bytes(layout)
+            if plan is not None:
+                block = (
+                    f"A block of any cache group of {layout.model.name} takes "
+                    f"{format_bytes(plan.bytes_per_block)}."
+                )
+            msg = f"--memory: {format_bytes(size)} is less than a block. {block}"
+            raise InputError(msg)
+        if (other := pools.setdefault(blocks, size)) != size:
+            same = f"{other:,} and {size:,} bytes are both {counted(blocks, 'block')}"
+            msg = f"--memory: {same}, one pool: leave one of them out"
+            raise InputError(msg)
+        found.append({"bytes": size, "blocks": blocks})
+    return found
 
 
 def _refuse(source: Workload, given: dict[str, Any]) -> None:

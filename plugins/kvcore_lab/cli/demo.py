@@ -25,12 +25,8 @@ from kvcore_cli.output import emit_json, json_option, print_sections, progress
 from kvcore_cli.served import ServedRun
 from kvcore_cli.verb import SHOWN, Count, VerbCommand
 from kvcore_lab.cli.search import paged_fields
-from kvcore_lab.demo import (
-    WORKED_EXAMPLE,
-    CachingReport,
-    OneHeadReport,
-    with_and_without_cache,
-)
+from kvcore_lab.demo.caching import CachingReport, with_and_without_cache
+from kvcore_lab.demo.one_head import WORKED_EXAMPLE, head_sections
 from kvcore_lab.report.paging import report_of
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 
@@ -89,7 +85,6 @@ def cache(
             generations, generator.spec, generator.dtype, prompt_tokens, block_size
         )
         write_plot(report.chart())
-    by_hand = OneHeadReport(WORKED_EXAMPLE)
     if as_json:
         emit_json(
             {
@@ -101,11 +96,11 @@ def cache(
                 "generator": plain(describe(generator)),
                 "backend": plain(describe(backend)),
                 **report.document(),
-                "one_head": by_hand.document(),
+                "one_head": WORKED_EXAMPLE.as_dict(),
             }
         )
         return
-    print_sections(*report.sections, *by_hand.sections)
+    print_sections(*report.sections, *head_sections(WORKED_EXAMPLE))
 
 
 @demo.command(cls=VerbCommand, context_settings=SHOWN)

@@ -142,12 +142,17 @@ def explain(
     else:
         workload = find_workload(source, plugins, given["seed"])
         explanation = _replayed(workload, source, plugins, given)
-    if summary:
-        _summary(explanation, TOP if top is None else top, as_json=as_json)
+    report: SummaryReport | RequestReport
+    if request is None:
+        sums = explanation.summary(TOP if top is None else top)
+        report, fields = SummaryReport.from_explanation(explanation, sums), sums.as_dict()
     else:
-        assert request is not None
-        request = _named(request, explanation.requests, workload)
-        _request(explanation, request, as_json=as_json)
+        reasons = explanation.of(_named(request, explanation.requests, workload))
+        report, fields = RequestReport(explanation, reasons), explanation.request_dict(reasons)
+    if as_json:
+        emit_json(explanation.as_dict() | fields)
+    else:
+        print_sections(*report.sections)
 
 
 def _named(request: str, ids: Iterable[Id], source: Workload | None) -> str:
@@ -184,22 +189,6 @@ def _named(request: str, ids: Iterable[Id], source: Workload | None) -> str:
         why = f"{source.path} has none. Its {len(names):,} ids: {shown}"
     msg = f"request {request!r}: {why}"
     raise InputError(msg)
-
-
-def _request(explanation: Explanation, request: str, *, as_json: bool) -> None:
-    reasons = explanation.of(request)
-    if as_json:
-        emit_json(explanation.as_dict() | explanation.request_dict(reasons))
-    else:
-        print_sections(*RequestReport(explanation, reasons).sections)
-
-
-def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
-    sums = explanation.summary(top)
-    if as_json:
-        emit_json(explanation.as_dict() | sums.as_dict())
-    else:
-        print_sections(*SummaryReport.from_explanation(explanation, sums).sections)
 
 
 def _billed(

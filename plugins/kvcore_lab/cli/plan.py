@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from kvcore_lab.cli.lab_options import (
     search_executor,
     tell_model,
 )
-from kvcore_lab.plans.devices import devices_of, search_devices
+from kvcore_lab.plans.devices import devices_of, plan_devices
 from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS
 from kvcore_lab.plans.planning import plan as make_plan
 from kvcore_lab.report.plan import DevicePlansReport, PlanReport
@@ -130,7 +128,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     try:
         with plot_file(given["picture"], source.options().values()) as write_plot:
             search = partial(
-                make_plan if len(devices) == 1 else partial(search_devices, make_plan, devices),
+                make_plan if len(devices) == 1 else partial(plan_devices, devices),
                 source,
                 percentile=given["percentile"],
                 tensor_parallel=given["tensor_parallel"],
@@ -177,9 +175,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
         ctx.exit(NONE_FOUND)
 
 
-@contextmanager
-def _journal(out: Path) -> Iterator[Journal]:
-    """Make the directory of a plan, and open the journal in it."""
+def _journal(out: Path) -> Journal:
+    """Make the directory of a plan, and return the journal in it."""
     make_directory(out)
-    with Journal(out / "journal.jsonl", "--out") as journal:
-        yield journal
+    return Journal(out / "journal.jsonl", "--out")

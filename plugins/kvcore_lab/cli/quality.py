@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import click
 
 from kvcore.errors import InputError
 from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
-from kvcore_cli.options import shared
+from kvcore_cli.options import Command, shared
 from kvcore_cli.output import emit_json, input_option, json_option, print_sections, progress
 from kvcore_cli.verb import Count, option, plugin_completion, verb
 from kvcore_lab.quality import DEFAULTS, measure
@@ -17,6 +18,12 @@ from kvcore_lab.report.quality import QualityReport
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 
 RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.5"
+
+
+def _number(flag: str, least: int = 1, **settings: Any) -> Callable[[Command], Command]:
+    """Return the option of a number of the texts, with the default of `measure`."""
+    default = getattr(DEFAULTS, flag.lstrip("-").replace("-", "_"))
+    return option(flag, heading=REQUESTS, type=Count(least), default=default, **settings)
 
 
 @verb(
@@ -52,35 +59,11 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     help="Text file to compute.  "
     "[default: random tokens, followed by tokens that the generator samples]",
 )
-@option(
-    "--prompt-tokens",
-    heading=REQUESTS,
-    type=Count(),
-    default=DEFAULTS.prompt_tokens,
-    help="Number of tokens of a prompt.",
-)
-@option(
-    "--tokens",
-    heading=REQUESTS,
-    type=Count(),
-    default=DEFAULTS.tokens,
-    help="Number of tokens after a prompt to compare.",
-)
-@option(
-    "--texts",
-    heading=REQUESTS,
-    type=Count(),
-    default=DEFAULTS.texts,
-    help="Number of texts, and of haystacks to search.",
-)
+@_number("--prompt-tokens", help="Number of tokens of a prompt.")
+@_number("--tokens", help="Number of tokens after a prompt to compare.")
+@_number("--texts", help="Number of texts, and of haystacks to search.")
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
-@option(
-    "--needles",
-    heading=REQUESTS,
-    type=Count(0),
-    default=DEFAULTS.needles,
-    help="Number of questions about each haystack.",
-)
+@_number("--needles", least=0, help="Number of questions about each haystack.")
 @option(
     "--announce/--no-announce",
     heading=REQUESTS,

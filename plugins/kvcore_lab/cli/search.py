@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, Self, cast
 
 from kvcore.config import RunParts
 from kvcore.hookspecs import Ran
-from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, format_number
-from kvcore.workloads import Workload
 from kvcore_cli.output import progress
 from kvcore_cli.verb import option
 from kvcore_lab.cli.lab_options import tell_model
@@ -69,7 +67,12 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
     fields: dict[str, Any] = {"rates": rates._asdict()}
     fields["cost"] = None if cost is None else cost.as_dict()
     if parts.config.rate_scale > 1 or (result.saturation and result.saturation.saturated):
-        continued, early = early_turns(parts.workload, result.log)
+        from kvcore_plugins.workload.turns import overlapping  # noqa: PLC0415 - of high loads
+
+        log = result.log
+        sent = dict(zip(log.ids, log.arrival, strict=True))
+        ended = dict(zip(log.ids, log.finish, strict=True))
+        continued, early = overlapping(parts.workload, sent, ended)
         fields["turns"] = {"continued": continued, "early": early}
         if early:
             sections.append(
@@ -117,16 +120,6 @@ class Rates(NamedTuple):
         if not self.output_throughput:  # lengths of outputs are unknown
             tokens = ""
         return f"Rates: {requests} requests/s, {tokens}{running} requests running in the mean."
-
-
-def early_turns(workload: Workload, log: RunLog) -> tuple[int, int]:
-    """Count the requests that continue another one, and those sent before its answer ended."""
-    from kvcore_plugins.workload.turns import overlapping  # noqa: PLC0415 - of high loads
-
-    sent, ended = (
-        dict(zip(log.ids, column, strict=True)) for column in (log.arrival, log.finish)
-    )
-    return overlapping(workload, sent, ended)
 
 
 def paged_fields(parts: RunParts, *, residency: bool = True) -> dict[str, Any]:

@@ -272,11 +272,6 @@ class _Server:
         return self.devices if self.data_parallel else 1
 
     @property
-    def copies(self) -> Fraction:
-        """Number of copies of K/V on all GPUs together."""
-        return self.layout.copies(self.sharing)
-
-    @property
     def sharing(self) -> int:
         """Number of GPUs that share the K/V of a request."""
         return 1 if self.ranks > 1 else self.devices
@@ -321,7 +316,7 @@ class _Server:
             "server": {
                 "gpus": self.devices,
                 "data_parallel_attention": self.data_parallel,
-                "kv_copies": float(self.copies),
+                "kv_copies": float(layout.copies(self.sharing)),
             },
             "fit": {
                 "reserve_bytes": self.devices * _reserve(self.reserve, gpu),

@@ -31,9 +31,10 @@ from kvcore_lab.report.sweep import (
     sweep_document,
     write_table,
 )
-from kvcore_lab.sweep import Grid, Journal, Plan, Sweep, executor_named
+from kvcore_lab.sweep import Grid, Journal, Plan, Sweep
 from kvcore_lab.sweep import sweep as run_sweep
-from kvcore_lab.sweep.grid import SweepFile
+from kvcore_lab.sweep.executors import executor_named
+from kvcore_lab.sweep.grid import read_sweep
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.cli.trace_options import gpu_price_option
 
@@ -95,13 +96,14 @@ def sweep(
     if plot_axis is not None and picture is None:
         msg = f"--plot-axis {plot_axis} is the x-axis of a plot: give --plot FILE too"
         raise InputError(msg)
-    source = SweepFile.read(file)
+    grid, own = read_sweep(file)
     with _naming(None if executor or jobs else file):
-        runner = executor_named(executor or source.executor or "local", jobs or source.jobs)
+        where = executor or own.get("executor", "local")
+        runner = executor_named(where, jobs or own.get("jobs"))
     with _naming(None if out else file):
-        journal, tables = _places(out or source.out, file)
+        journal, tables = _places(out or own.get("out"), file)
     with _naming(file):
-        plan = Plan.from_grid(source.grid)
+        plan = Plan.from_grid(grid)
     written = [journal, *tables, *([] if picture is None else [picture])]
     _refuse_overwrite(plan.grid, written)
     axis = None if picture is None else chart_axis(plan.grid, plot_axis)

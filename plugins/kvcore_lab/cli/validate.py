@@ -26,6 +26,9 @@ from kvcore_lab.measured.validation import validate as compare_rows
 from kvcore_lab.report.validation import ValidationReport
 from kvcore_replay.cli.plot_option import picture_option, plot_file
 
+_of_rows = partial(option, heading=REQUESTS)
+"""Return an option of the rows to take, or of the requests that rows stand for."""
+
 
 def _conditions(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
@@ -43,31 +46,27 @@ def _conditions(
 
 @verb("kvcore validate aic --where weights_dtype=fp8", "kvcore validate rows.csv -o errors.png")
 @click.argument("source", metavar="FILE|aic")
-@option(
+@_of_rows(
     "--where",
-    heading=REQUESTS,
     multiple=True,
     callback=_conditions,
     metavar="NAME=VALUES",
     help="Column and its values in the rows to take, such as device=h100,h200.",
 )
-@option(
+@_of_rows(
     "--by",
-    heading=REQUESTS,
     default=",".join(GROUPS),
     metavar="LIST",
     help="Columns by which errors are grouped; model+engine groups by both at once.",
 )
-@option(
+@_of_rows(
     "--rounds",
-    heading=REQUESTS,
     type=Count(),
     default=ROUNDS,
     help="Number of requests that each client of the closed loop sends, one after another.",
 )
-@option(
+@_of_rows(
     "--spread",
-    heading=REQUESTS,
     type=click.FloatRange(0, 1, max_open=True),
     default=SPREAD,
     help="Share by which lengths of requests vary: 0.2 draws them from 80 % to 100 % of those "

@@ -246,30 +246,6 @@ class ContiguousAllocator(MeasuredAllocator):
         self.allocated_until = self._batch.steps.count + steps
         return steps
 
-    def check_integrity(self) -> None:
-        """Check that pieces and holes tile the address space. O(pieces · log pieces).
-
-        Raises:
-            AssertionError: they overlap, leave slots out, or two holes touch.
-        """
-        pieces = [(start, start + length) for start, length in self._pieces.values()]
-        end, after_hole = 0, False
-        holes = set(self.space.holes)
-        for part in sorted([*pieces, *holes]):
-            is_hole = part in holes
-            if part[0] != end or part[1] <= end or (is_hole and after_hole):
-                msg = f"slots {part[0]} to {part[1] - 1} follow slot {end - 1}: {holes=}"
-                raise AssertionError(msg)
-            end, after_hole = part[1], is_hole
-        free = sum(end - start for start, end in holes)
-        sequences = self._cache.sequences
-        if end != self.space.size or free != self.space.free or self._pieces.keys() ^ sequences:
-            msg = (
-                f"{len(pieces)} pieces of {len(sequences)} sequences, and {free} free "
-                f"slots ({self.space.free} counted), end at {end} of {self.space.size}"
-            )
-            raise AssertionError(msg)
-
     def _count_blocks(self) -> None:
         """Make the pool count as many free blocks as free slots are."""
         pool = self._cache.pool

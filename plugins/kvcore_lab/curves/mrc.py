@@ -21,11 +21,11 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, silent, ticked
-from kvcore.request import NO_HINTS, Request
-from kvcore.workloads import Workload, check_keys
+from kvcore.request import Request
+from kvcore.workloads import Workload
 from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
-from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
+from kvcore_lab.comparison import Reading, ReplaySetup, Source, pool_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.untimed import replay, replay_groups
 
@@ -129,6 +129,11 @@ class Curves(Shown):
         """Return hits as a share of the blocks looked up; None if no block was looked up."""
         return hit_blocks / self.lookup_blocks if self.lookup_blocks else None
 
+    def points(self, curve: Curve) -> Iterator[dict[str, Any]]:
+        """Yield the blocks, the hits and their share for each size of a curve."""
+        for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
+            yield {"blocks": blocks, "hit_blocks": hits, "hit_ratio": self.ratio(hits)}
+
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the points: one row per policy and size.
 
@@ -143,12 +148,10 @@ class Curves(Shown):
                 "block_size": self.block_size,
                 "eviction": curve.eviction,
                 "options": ",".join(f"{k}={as_text(v)}" for k, v in curve.options.items()),
-                "blocks": blocks,
-                "hit_blocks": hits,
-                "hit_ratio": self.ratio(hits),
+                **point,
             }
             for curve in self.curves
-            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
+            for point in self.points(curve)
         ]
         return data_frame(rows, "`curves.curves`", {"digest": "str", "hit_ratio": "float"})
 
@@ -240,10 +243,7 @@ class _CurveMaker:
     plugins: Plugins
     progress: Progress
     jobs: int
-    requests: int = attrs.field(init=False, default=0)
-    answers: int = attrs.field(init=False, default=0)
-    longest_prompt: int = attrs.field(init=False, default=0)
-    hinted: bool = attrs.field(init=False, default=False)
+    reading: Reading = attrs.field(init=False, factory=Reading)
 
     def curves(
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
@@ -262,29 +262,34 @@ class _CurveMaker:
                 stats, distinct = self.setup.unbounded(requests)
             lookups, hits = stats.lookup_blocks, stats.hit_blocks
         sizes = sizes or spread_sizes(distinct, points)
-        exact = [
-            self._exact(policy, sizes, reuse)
+        exact = {
+            place: self._exact(policy, sizes, reuse)
+            for place, policy in enumerate(candidates)
             if reuse is not None and self._in_one_pass(policy)
-            else None
-            for policy in candidates
-        ]
-        replaying = [
-            policy for policy, known in zip(candidates, exact, strict=True) if known is None
-        ]
-        replayed = iter(self._replayed(replaying, sizes))
+        }
+        others = [policy for n, policy in enumerate(candidates) if n not in exact]
+        replayed = iter(self._replayed(others, sizes))
+        curves = []
+        for place, policy in enumerate(candidates):
+            found, steps = exact.get(place) or (next(replayed), None)
+            curves.append(
+                Curve(
+                    eviction=policy.name,
+                    options=policy.options,
+                    blocks=sizes,
+                    hit_blocks=found,
+                    steps=steps,
+                )
+            )
         return Curves(
-            workload=source.read(
-                self.setup.workload,
-                requests=self.requests,
-                longest_prompt=self.longest_prompt,
-            ),
+            workload=source.read(self.setup.workload, **self.reading.lengths()),
             accounting=geometry.accounting,
             block_size=geometry.block_size,
             lookup_blocks=lookups,
             distinct_blocks=distinct,
             hit_blocks=hits,
-            curves=[known or next(replayed) for known in exact],
-            answers_left_out=self.answers if geometry.accounting == "keys" else 0,
+            curves=curves,
+            answers_left_out=self.reading.left_out(geometry.accounting),
         )
 
     def _in_one_pass(self, policy: Candidate) -> bool:
@@ -295,7 +300,8 @@ class _CurveMaker:
         """
         if self.setup.geometry.accounting != "keys":
             return False
-        if policy.name != LRU or LRU not in self.plugins.names("eviction") or self.hinted:
+        named = policy.name == LRU and LRU in self.plugins.names("eviction")
+        if not named or self.reading.hinted:
             return policy.optimum is not None
         usual = policy.kind is self.plugins.get("eviction", LRU)
         return usual and not policy.options.get("renew_split")
@@ -308,70 +314,45 @@ class _CurveMaker:
         with self._reading() as requests:
             return reuse.read(requests, self.setup.geometry)
 
-    def _exact(self, policy: Candidate, sizes: list[int], reuse: Reuse) -> Curve:
-        """Return the curve of LRU, known at every size, or of Belady's bound."""
+    def _exact(
+        self, policy: Candidate, sizes: list[int], reuse: Reuse
+    ) -> tuple[list[int], Steps | None]:
+        """Return the hits of LRU, known at every size too, or of Belady's bound."""
         if policy.optimum is None:
             steps = Steps(*reuse.lru())
-            hits = [steps.at(size) for size in sizes]
-            return _curve_of(policy, sizes, hits, steps)
+            return [steps.at(size) for size in sizes], steps
         hits = []
         with self.progress("the optimum by size", len(sizes)) as tick:
             for size in sizes:
                 hits.append(reuse.optimum(size, bypass=policy.optimum.bypass))
                 tick(1)
-        return _curve_of(policy, sizes, hits)
+        return hits, None
 
-    def _replayed(self, policies: list[Candidate], sizes: list[int]) -> list[Curve]:
-        """Return the curves of `policies` by one replay per size."""
-        pairs = list(product(policies, sizes))
-        if not pairs:
+    def _replayed(self, policies: list[Candidate], sizes: list[int]) -> list[list[int]]:
+        """Return the hits of each of `policies` by one replay per size."""
+        if not policies:
             return []
-        calls = [self._replay(policy.build(), size) for policy, size in pairs]
-        hits = [0] * len(pairs)
-        with self.progress(f"replaying {self.setup.workload.name} by size", len(pairs)) as tick:
-            for index, curve in call_all(calls, self.jobs):
-                hits[index] = curve
-                tick(1)
-        starts = range(0, len(pairs), len(sizes))
-        return [
-            _curve_of(policy, sizes, hits[start : start + len(sizes)])
-            for policy, start in zip(policies, starts, strict=True)
-        ]
-
-    def _replay(self, policy: EvictionPolicy, blocks: int) -> Call[int]:
-        """Return the call of a replay under `policy`; its result is the number of hits."""
         name = self.setup.workload.name
-        return Call(
-            partial(_replayed_hits, self.setup, policy, blocks),
-            f"the replay of {name} with {blocks} blocks and policy {policy.name!r}",
-        )
+        calls = [
+            Call(
+                partial(_replayed_hits, self.setup, policy.build(), blocks),
+                f"the replay of {name} with {blocks} blocks and policy {policy.name!r}",
+            )
+            for policy, blocks in product(policies, sizes)
+        ]
+        hits = [0] * len(calls)
+        with self.progress(f"replaying {name} by size", len(calls)) as tick:
+            for index, found in call_all(calls, self.jobs):
+                hits[index] = found
+                tick(1)
+        return [hits[start : start + len(sizes)] for start in range(0, len(hits), len(sizes))]
 
     @contextmanager
     def _reading(self) -> Iterator[Iterable[Request]]:
-        """Open the workload's requests, counted and reported as they are read."""
-        workload = self.setup.workload
-        self.requests = self.answers = 0
+        """Open the workload's requests, reported as they are read."""
+        workload, self.reading = self.setup.workload, Reading()
         with self.progress(f"reading {workload.name}", workload.size) as tick:
-
-            def count(done: int) -> None:
-                self.requests += done
-                tick(done)
-
-            yield ticked(self._counted(check_keys(workload)), count)
-
-    def _counted(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`, count those whose answers have keys, and measure the prompts."""
-        for request in requests:
-            self.hinted = self.hinted or is_hinted(request)
-            self.answers += bool(request.output_keys)
-            self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
-            yield request
-
-
-def is_hinted(request: Request) -> bool:
-    """Return True if a pool may do something else for the hints of a request."""
-    hints = request.hints
-    return hints is not NO_HINTS and attrs.evolve(hints, prefetch=None) != NO_HINTS
+            yield ticked(self.reading.of(workload), tick)
 
 
 def compiled_reuse() -> type[Reuse]:
@@ -389,14 +370,6 @@ def compiled_reuse() -> type[Reuse]:
         )
         raise PluginError(msg) from error
     return Reuse
-
-
-def _curve_of(
-    policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
-) -> Curve:
-    return Curve(
-        eviction=policy.name, options=policy.options, blocks=sizes, hit_blocks=hits, steps=steps
-    )
 
 
 def _replayed_hits(setup: ReplaySetup, policy: EvictionPolicy, blocks: int) -> int:

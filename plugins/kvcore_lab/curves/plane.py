@@ -28,16 +28,15 @@ from kvcore.request import Request
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import open_workload
-from kvcore_lab.candidates import Policy, candidates_of
-from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
-from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, is_hinted, spread_sizes
+from kvcore_lab.candidates import Candidate, Policy, candidates_of
+from kvcore_lab.comparison import ReplaySetup, Source, is_hinted, pool_sizes
+from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.untimed import served
 from kvcore_tiers.hierarchy import Tiers
 
 if TYPE_CHECKING:
     from kvcore_lab.curves._mrc_kernels import Array
-    from kvcore_lab.curves._reuse import Reuse
 
 POINTS = 7
 """Number of sizes of the pool, and of the tier, if no number is given."""
@@ -177,9 +176,7 @@ def plane(
         rules = " and ".join(filter(None, wrong))
         msg = f"{rules}: one pass knows LRU and write=evict alone: add --exact (exact=True)"
         raise InputError(msg)
-    maker = _PlaneMaker(
-        setup, tier, layout, policy.build, policy.name, jobs, progress or silent
-    )
+    maker = _PlaneMaker(setup, tier, layout, policy, jobs, progress or silent)
     sizes = None if pools is None else pool_sizes(pools, "to show")
     return maker.plane(sizes, points, exact=exact)
 
@@ -191,8 +188,7 @@ class _PlaneMaker:
     setup: ReplaySetup
     tier: Tier
     layout: KVLayout
-    make: Callable[[], EvictionPolicy]
-    eviction: str
+    policy: Candidate
     jobs: int
     progress: Progress
 
@@ -202,11 +198,22 @@ class _PlaneMaker:
 
         workload, source = self.setup.workload, Source.from_workload(self.setup.workload)
         reuse_class = compiled_reuse()
+        whole = array("d")
+
+        def timed(requests: Iterable[Request]) -> Iterator[Request]:
+            for request in requests:
+                whole.append(self.setup.recompute(0, request.prompt_tokens))
+                if not exact and is_hinted(request):
+                    msg = (
+                        f"request {request.id!r} has hints, {request.hints!r:.80}: one pass "
+                        "knows requests without pin, demote and share alone: add --exact "
+                        "(exact=True)"
+                    )
+                    raise InputError(msg)
+                yield request
+
         with self.progress(f"reading {workload.name}", workload.size) as tick:
-            whole = array("d")
-            requests = self._timed(ticked(check_keys(workload), tick), whole)
-            if not exact:
-                requests = _without_hints(requests)
+            requests = timed(ticked(check_keys(workload), tick))
             reuse = reuse_class.read(requests, self.setup.geometry)
         pools = sorted(pools or spread_sizes(reuse.distinct_blocks, points))
         largest = self.tier.slots(self.layout.bytes_per_block)
@@ -221,14 +228,18 @@ class _PlaneMaker:
             return np.minimum(seconds[blocks], prompts)
 
         grid = list(product(tiers, pools))
-        hits = self._replayed(grid) if exact else self._one_pass(reuse, grid)
+        in_one_pass = (
+            ((below, above), (reuse.lru_hits(above), reuse.lru_hits(above + below)))
+            for below, above in grid
+        )
+        hits = self._replayed(grid) if exact else in_one_pass
         by_sizes = {
             point: self._point(*point, *hits_of_sizes, prefill) for point, hits_of_sizes in hits
         }
         return Plane(
             workload=source.read(workload, requests=len(reuse.lengths)),
             tier=self.tier,
-            eviction=self.eviction,
+            eviction=self.policy.name,
             exact=exact,
             block_size=size,
             lookup_blocks=reuse.lookup_blocks,
@@ -239,12 +250,6 @@ class _PlaneMaker:
             tiers=tiers,
             points=[[by_sizes[below, above] for above in pools] for below in tiers],
         )
-
-    def _timed(self, requests: Iterable[Request], seconds: array[float]) -> Iterator[Request]:
-        """Yield `requests`, and append to `seconds` how long the prefill of each takes."""
-        for request in requests:
-            seconds.append(self.setup.recompute(0, request.prompt_tokens))
-            yield request
 
     def _point(
         self,
@@ -275,19 +280,12 @@ class _PlaneMaker:
             saved_s=float(hit_s.sum() + gain[loaded].sum()),
         )
 
-    def _one_pass(
-        self, reuse: Reuse, grid: list[tuple[int, int]]
-    ) -> Iterator[tuple[tuple[int, int], Hits]]:
-        """Yield each point with its hits: those of one LRU cache of both sizes."""
-        for below, above in grid:
-            yield (below, above), (reuse.lru_hits(above), reuse.lru_hits(above + below))
-
     def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield each point with its hits: those of a replay."""
-        name, policy = self.setup.workload.name, f"policy {self.eviction!r}"
+        name, policy = self.setup.workload.name, f"policy {self.policy.name!r}"
         calls = [
             Call(
-                partial(_hits, self.setup, self.make(), self.tier, self.layout, *point),
+                partial(_hits, self.setup, self.policy.build(), self.tier, self.layout, *point),
                 f"the replay of {name} with sizes {list(point)} and {policy}",
             )
             for point in grid
@@ -296,18 +294,6 @@ class _PlaneMaker:
             for index, hits in call_all(calls, self.jobs):
                 tick(1)
                 yield grid[index], hits
-
-
-def _without_hints(requests: Iterable[Request]) -> Iterator[Request]:
-    """Yield `requests`. Raises InputError at one whose hints a pool obeys."""
-    for request in requests:
-        if is_hinted(request):
-            msg = (
-                f"request {request.id!r} has hints, {request.hints!r:.80}: one pass knows "
-                "requests without pin, demote and share alone: add --exact (exact=True)"
-            )
-            raise InputError(msg)
-        yield request
 
 
 def _hits(

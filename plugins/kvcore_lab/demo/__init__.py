@@ -1,31 +1,5 @@
 """Demonstrations: generation with and without a cache, attention of one head."""
 
-from kvcore_lab.demo.caching import (
-    CachingReport,
-    DenseSequenceCache,
-    Generation,
-    NoCache,
-    PagedSequenceCache,
-    RecordingCache,
-    SequenceCache,
-    causal_attention,
-    generate,
-    with_and_without_cache,
-)
-from kvcore_lab.demo.one_head import WORKED_EXAMPLE, OneHead, OneHeadReport
+from kvcore_lab.demo.one_head import OneHead
 
-__all__ = [
-    "WORKED_EXAMPLE",
-    "CachingReport",
-    "DenseSequenceCache",
-    "Generation",
-    "NoCache",
-    "OneHead",
-    "OneHeadReport",
-    "PagedSequenceCache",
-    "RecordingCache",
-    "SequenceCache",
-    "causal_attention",
-    "generate",
-    "with_and_without_cache",
-]
+__all__ = ["OneHead"]

@@ -6,7 +6,6 @@ computed by their own methods.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -69,8 +68,10 @@ def token_projections(prompt: int, output: int, *, cached: bool) -> int:
     return output * prompt + output * (output - 1) // 2
 
 
-class SequenceCache(ABC):
-    """The K/V of one sequence between steps, kept or not; an `Attend` of a generator.
+class NoCache:
+    """Keeps no K/V of a sequence: every step computes the whole sequence again.
+
+    An `Attend` of a generator, and the base of caches, which keep K/V between steps.
 
     Attributes:
         name: name in reports.
@@ -78,7 +79,7 @@ class SequenceCache(ABC):
         projected: number of rows of K/V that the model has projected, by layer.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "none"
 
     def __init__(self) -> None:
         self.cached_tokens = 0
@@ -100,49 +101,28 @@ class SequenceCache(ABC):
         return self.attend(layer, queries, keys, values, **options)
 
     @property
-    @abstractmethod
     def bytes(self) -> int:
         """Bytes of K/V held between steps, reserved slots included."""
+        return 0
 
-    def begin(self, tokens: int) -> None:  # noqa: B027 - not every cache allocates
-        """Allocate slots for the `tokens` tokens of a step."""
+    def begin(self, tokens: int) -> None:
+        """Allocate slots for the `tokens` tokens of a step, if the cache needs any."""
 
-    @abstractmethod
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
     ) -> Tensor:
-        """Keep the K/V of the step's tokens in `layer`, and attend to all tokens so far.
+        """Attend from the step's tokens in `layer`, whose K/V a cache keeps, to all so far.
 
         Shapes are those of `Attend`.
         """
-
-    def end(self, tokens: int) -> None:
-        """Count the `tokens` tokens of the step, which are kept in every layer, as cached."""
-        self.cached_tokens += tokens
-
-
-class NoCache(SequenceCache):
-    """Keeps no K/V: every step computes the whole sequence again."""
-
-    name = "none"
-
-    @property
-    def bytes(self) -> int:
-        """0: nothing is held."""
-        return 0
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
-    ) -> Tensor:
-        """Attend among the step's tokens, which are the whole sequence."""
         del layer
         return causal_attention(queries, keys, values, **options)
 
     def end(self, tokens: int) -> None:
-        """Keep no token."""
+        """Count the `tokens` tokens of the step as cached, if they are kept."""
 
 
-class DenseSequenceCache(SequenceCache):
+class DenseSequenceCache(NoCache):
     """Keeps K/V in one tensor a layer, reserved at the first step for `capacity` tokens."""
 
     name = "dense"
@@ -168,6 +148,10 @@ class DenseSequenceCache(SequenceCache):
         for tensor, rows in zip(stored, (keys, values), strict=True):
             tensor[self.cached_tokens : end] = rows
         return causal_attention(queries, *(tensor[:end] for tensor in stored), **options)
+
+    def end(self, tokens: int) -> None:
+        """Count the tokens, which are in the tensors of every layer."""
+        self.cached_tokens += tokens
 
     def _reserved(self, rows: Tensor) -> Tensor:
         return rows.new_empty((self._capacity, *rows.shape[1:]))
@@ -209,7 +193,7 @@ class RecordingCache(DenseSequenceCache):
         return OneHead(query[head].tolist(), *seen)
 
 
-class PagedSequenceCache(SequenceCache):
+class PagedSequenceCache(NoCache):
     """Keeps K/V in blocks that a `KVCache` allocates one by one, on a backend."""
 
     name = "paged"
@@ -244,7 +228,7 @@ class PagedSequenceCache(SequenceCache):
     def end(self, tokens: int) -> None:
         """Commit the computed tokens."""
         self._cache.commit(self._sequence, tokens)
-        super().end(tokens)
+        self.cached_tokens += tokens
 
 
 @attrs.frozen
@@ -271,7 +255,7 @@ class Generation:
 
 def generate(
     generator: Generator,
-    cache: SequenceCache,
+    cache: NoCache,
     prompt: Sequence[int],
     output: int,
     *,
@@ -282,7 +266,7 @@ def generate(
 
     Args:
         generator: the model, loaded.
-        cache: the cache of the sequence; empty.
+        cache: the cache of the sequence, empty, or none.
         prompt: token ids of the prompt.
         output: number of tokens to generate.
         seed: seed of the samples.
@@ -535,7 +519,7 @@ class CachingReport:
     def times(self) -> Table:
         """Median time of a step in each range of the output, and a line of bars."""
         bounds = _bounds(len(self.generations[0].tokens), _TIME_RANGES)
-        spans = (_span(begin + 1, end) for begin, end in bounds)
+        spans = (f"{n + 1:,}" if n + 1 == end else f"{n + 1:,}–{end:,}" for n, end in bounds)
         count = max(_TIME_RANGES, min(_BARS, len(self.generations[0].tokens) // _STEPS))
         lines = [_medians(generation.step_seconds, count) for generation in self.generations]
         longest = max(map(max, lines))
@@ -573,11 +557,6 @@ def _bounds(steps: int, parts: int) -> list[tuple[int, int]]:
     parts = min(parts, steps)
     cuts = [steps * part // parts for part in range(parts + 1)]
     return list(pairwise(cuts))
-
-
-def _span(first: int, last: int) -> str:
-    """Return a range of output tokens as text."""
-    return f"{first:,}" if first == last else f"{first:,}–{last:,}"
 
 
 def _medians(seconds: Sequence[float], parts: int) -> list[float]:

@@ -80,6 +80,11 @@ class OneHead:
         parts = [[weight * value_of for value_of in value] for weight, value in weighted]
         return [sum(column) for column in zip(*parts, strict=True)]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the head and every step of its attention as JSON values."""
+        steps = ("scores", "exponentials", "total", "weights", "output")
+        return {**attrs.asdict(self), **{name: getattr(self, name) for name in steps}}
+
 
 WORKED_EXAMPLE = OneHead(
     query=(1, 0),
@@ -89,70 +94,33 @@ WORKED_EXAMPLE = OneHead(
 """Four tokens in a head of width 2: the output is 88.482 / 11.475 = 7.711, and 0."""
 
 
-@attrs.frozen
-class OneHeadReport:
-    """Report on the attention of one head: one row for each cached token.
-
-    Attributes:
-        head: the head.
-    """
-
-    head: OneHead
-
-    @property
-    def sections(self) -> list[Section]:
-        """The whole report on the head."""
-        return [self.headline, self.table, self.reading]
-
-    @property
-    def headline(self) -> str:
-        """The query and the number of cached tokens."""
-        count = counted(len(self.head.keys), "cached token")
-        return f"One head by hand: the query {_vector(self.head.query)} reads {count}."
-
-    @property
-    def table(self) -> Table:
-        """The steps for each token, and the sums below them."""
-        headers = ["token", "key", "score q·k", "e^score", "weight", "value", "weight × value"]
-        head = self.head
-        tokens = zip(
-            head.keys, head.scores, head.exponentials, head.weights, head.values, strict=True
-        )
-        rows = [
-            [
-                str(index),
-                _vector(key),
-                f"{score:g}",
-                f"{exponential:.3f}",
-                f"{weight:.3f}",
-                _vector(value),
-                _vector([weight * component for component in value]),
-            ]
-            for index, (key, score, exponential, weight, value) in enumerate(tokens)
+def head_sections(head: OneHead) -> list[Section]:
+    """Return a report on the attention of a head: the steps for each token, and the sums."""
+    headers = ["token", "key", "score q·k", "e^score", "weight", "value", "weight × value"]
+    tokens = zip(
+        head.keys, head.scores, head.exponentials, head.weights, head.values, strict=True
+    )
+    rows = [
+        [
+            str(index),
+            _vector(key),
+            f"{score:g}",
+            f"{exponential:.3f}",
+            f"{weight:.3f}",
+            _vector(value),
+            _vector([weight * component for component in value]),
         ]
-        total = ["sum", "", "", f"{head.total:.3f}", "1", "", _vector(head.output)]
-        return Table(headers, [*rows, total])
-
-    @property
-    def reading(self) -> str:
-        """The output, and which of the numbers stay for the next step."""
-        return (
-            f"The output is {_vector(self.head.output)}. The next token brings a query, a key "
-            "and a value of its own; the keys and values above stay as they are, which is why "
-            "they are kept."
-        )
-
-    def document(self) -> dict[str, Any]:
-        """Return the head and every step of its attention as JSON values."""
-        head = self.head
-        return {
-            **attrs.asdict(head),
-            "scores": head.scores,
-            "exponentials": head.exponentials,
-            "total": head.total,
-            "weights": head.weights,
-            "output": head.output,
-        }
+        for index, (key, score, exponential, weight, value) in enumerate(tokens)
+    ]
+    total = ["sum", "", "", f"{head.total:.3f}", "1", "", _vector(head.output)]
+    count = counted(len(head.keys), "cached token")
+    headline = f"One head by hand: the query {_vector(head.query)} reads {count}."
+    reading = (
+        f"The output is {_vector(head.output)}. The next token brings a query, a key and a "
+        "value of its own; the keys and values above stay as they are, which is why they are "
+        "kept."
+    )
+    return [headline, Table(headers, [*rows, total]), reading]
 
 
 def _vector(numbers: Sequence[float]) -> str:

@@ -20,9 +20,8 @@ from kvcore.models.catalogue import MODELS
 from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS
-from kvcore_lab.measured.measurement import Measured
 from kvcore_lab.measured.samples import COLUMNS as SAMPLE_COLUMNS
-from kvcore_lab.measured.samples import VARIANT, read_samples, samples_path
+from kvcore_lab.measured.samples import VARIANT, Measured, read_samples, samples_path
 from kvcore_plugins.csv_rows import split_row
 
 MEASURES = ("ttft", "tpot", "throughput")

@@ -19,8 +19,7 @@ import attrs
 from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
-from kvcore.models.spec import ModelSpec
-from kvcore_lab.measured.measurement import Measured
+from kvcore.plugins.options import as_text
 
 COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
 
@@ -42,6 +41,39 @@ _WEIGHTS = {"fp8_block": "fp8", "int4_wo": "int4"} | {w: w for w in ("bf16", "fp
 _TIMES = "ttft", "tpot"
 _FIXED = "gap-analysis"
 """In the source of samples whose requests all have the same lengths."""
+
+
+@attrs.frozen
+class Measured:
+    """One measurement of a server, of these samples or of any table.
+
+    Attributes:
+        line: number of its line in the file, from 1.
+        labels: its id, engine, version and source, if the row has them.
+        options: options of `RunConfig`, such as the model and the device.
+        load: options of the workload `bench`.
+        values: the measured values, by the names of `MEASURES`.
+    """
+
+    line: int
+    labels: Mapping[str, str]
+    options: Mapping[str, Any]
+    load: Mapping[str, Any]
+    values: Mapping[str, float]
+
+    def label(self, names: str) -> str:
+        """Return the value of a column, or of several with `+` between their names.
+
+        It is written as in a table, such as `2` and `true`; that which the row lacks is `-`.
+        """
+        known = {**self.values, **self.load, **self.options, **self.labels}
+        return " ".join(written(known.get(name, "-")) for name in names.split("+"))
+
+
+def written(value: Any) -> str:
+    """Return a value as a table has it: `2` of 2.0."""
+    text = as_text(value)
+    return text.removesuffix(".0") if isinstance(value, float) else text
 
 
 def samples_path() -> Path:
@@ -138,61 +170,38 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
     return {name: value for name, value in columns.items() if value}
 
 
-@attrs.frozen
-class _Server:
-    """A server, and the lengths of its requests: samples of equal ones can be compared."""
-
-    engine: str
-    shape: ModelSpec
-    dtype: str | None
-    device: str
-    devices: int
-    input_tokens: int
-    output_tokens: int
-
-    @classmethod
-    def from_row(cls, row: Measured) -> _Server:
-        """Return the server of a sample, and the lengths of its requests."""
-        options, load = row.options, row.load
-        return cls(
-            row.labels.get("engine", ""),
-            # R1 and V3 of DeepSeek have one shape, and their samples are partly the same.
-            attrs.evolve(MODELS[options["model"]], name=""),
-            options.get("weights_dtype"),
-            options["device"],
-            options["tensor_parallel"],
-            load["input_tokens"],
-            load["output_tokens"],
-        )
+def _server(row: Measured) -> tuple[Any, ...]:
+    """Return a server and the lengths of its requests: samples of equal ones are compared."""
+    # R1 and V3 of DeepSeek have one shape, and their samples are partly the same.
+    shape = attrs.evolve(MODELS[row.options["model"]], name="")
+    options = map(row.options.get, ("weights_dtype", "device", "tensor_parallel"))
+    lengths = map(row.load.get, ("input_tokens", "output_tokens"))
+    return row.labels.get("engine", ""), shape, *options, *lengths
 
 
 def _doubtful(rows: Iterable[Measured]) -> dict[int, str]:
     """Return why samples are left out that others contradict, by line."""
     reasons: dict[int, str] = {}
-    copies: dict[Any, list[tuple[_Server, Measured]]] = defaultdict(list)
-    servers: dict[_Server, list[Measured]] = defaultdict(list)
+    copies: dict[Any, list[Measured]] = defaultdict(list)
+    servers: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
     for row in rows:
-        server = _Server.from_row(row)
-        if server.devices > DEVICES[server.device].server_size:
+        if row.options["tensor_parallel"] > DEVICES[row.options["device"]].server_size:
             reasons[row.line] = "more devices than a server has"
             continue
         # Some are written in hundredths of a millisecond.
         times = ((name, round(time, 5)) for name, time in row.values.items())
-        copies[server.engine, *times].append((server, row))
-        servers[server].append(row)
+        copies[row.labels.get("engine", ""), *times].append(row)
+        servers[_server(row)].append(row)
     for same in copies.values():
-        _refuse_copies(same, reasons)
+        if len({(_server(row), row.load["concurrency"]) for row in same}) > 1:
+            refused, why = same, "one measurement of several servers"
+        else:
+            refused, why = same[1:], "the same measurement"
+        for row in refused:
+            reasons.setdefault(row.line, why)
     for of_server in servers.values():
         _refuse_contradictions(of_server, reasons)
     return reasons
-
-
-def _refuse_copies(copies: list[tuple[_Server, Measured]], reasons: dict[int, str]) -> None:
-    """Add the reasons against samples with the same times: all but one, or all."""
-    loads = {(server, row.load["concurrency"]) for server, row in copies}
-    for _, row in copies if len(loads) > 1 else copies[1:]:
-        why = "one measurement of several servers" if len(loads) > 1 else "the same measurement"
-        reasons.setdefault(row.line, why)
 
 
 def _refuse_contradictions(rows: list[Measured], reasons: dict[int, str]) -> None:

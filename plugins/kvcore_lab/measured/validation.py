@@ -22,7 +22,6 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
 from kvcore.serving import Result, Rules, simulate
 from kvcore.units import check_whole
-from kvcore_lab.measured.measurement import Measured, written
 from kvcore_lab.measured.rows import (
     FORMATS,
     LABELS,
@@ -32,6 +31,7 @@ from kvcore_lab.measured.rows import (
     read_measured,
     typed,
 )
+from kvcore_lab.measured.samples import Measured, written
 from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2
@@ -128,9 +128,8 @@ class Validation:
 
     def worst(self, measure: str, most: int = 5) -> list[Compared]:
         """Return the rows with the largest absolute errors of a measure, largest first."""
-        off = {id(compared): compared.error(measure) for compared in self.compared}
-        rows = [compared for compared in self.compared if off[id(compared)] is not None]
-        return sorted(rows, key=lambda compared: -abs(off[id(compared)] or 0))[:most]
+        rows = [compared for compared in self.compared if compared.error(measure) is not None]
+        return sorted(rows, key=lambda compared: -abs(compared.error(measure) or 0))[:most]
 
 
 def validate(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import inf
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -11,7 +10,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.notebook import Shown, data_frame
 from kvcore.workloads import given_workload
-from kvcore_lab.plans.planning import FleetPlan
+from kvcore_lab.plans.planning import FleetPlan, plan
 
 PAIRS = ("ttft_s", "tpot_s", "slo_met_interval")
 """The fields of a fleet that have several values, which a row of a table has not."""
@@ -55,11 +54,13 @@ class DevicePlans(Shown):
             for plan in self.plans
             for fleet in plan.as_dict()["plans"]
         ]
-        fleets.sort(key=lambda fleet: (_dollars(fleet), fleet["gpus"]))
-        costs = [_objectives(fleet) for fleet in fleets]
+        # Those of unknown cost come last.
+        costs = "usd_per_day"
+        fleets.sort(key=lambda f: (f[costs] is None, f[costs] or 0, f["gpus"]))
+        known = [_objectives(fleet) for fleet in fleets]
         fronts = (
-            None if own is None else not any(_beats(other, own) for other in costs if other)
-            for own in costs
+            None if own is None else not any(_beats(other, own) for other in known if other)
+            for own in known
         )
         return [fleet | {"pareto": on} for fleet, on in zip(fleets, fronts, strict=True)]
 
@@ -90,22 +91,18 @@ class DevicePlans(Shown):
         return data_frame(rows, "`plans.fleets`", {"offered_load": "float"})
 
 
-def search_devices(
-    plan: Callable[..., FleetPlan],
-    devices: Iterable[Any] | str,
-    workload: Any,
-    **options: Any,
-) -> DevicePlans:
-    """Return the plans that `plan` makes for each of several devices.
+def plan_devices(devices: Iterable[Any] | str, workload: Any, **options: Any) -> DevicePlans:
+    """Return the plans for each of several devices, as `plan` makes them for one.
 
     Args:
-        plan: plans for one device.
         devices: the devices, also in text, such as `h100,b200`.
         workload: as of `plan`.
-        options: as of `plan`.
+        options: as of `plan`; with a journal, that of all devices.
 
     Raises:
         InputError: there is no device, or as `plan`, if that is so of every device.
+        PluginError: as `plan`.
+        StorageError: as `plan`.
     """
     plans, notes = [], []
     fault = InputError("devices: none was given: give one or more, such as h100,b200")
@@ -151,9 +148,3 @@ def _objectives(fleet: Mapping[str, Any]) -> list[float] | None:
 
 def _beats(first: list[float], other: list[float]) -> bool:
     return first != other and all(a <= b for a, b in zip(first, other, strict=True))
-
-
-def _dollars(fleet: Mapping[str, Any]) -> float:
-    """Return the dollars that a fleet costs a day, infinite if they are unknown."""
-    usd: float | None = fleet["usd_per_day"]
-    return inf if usd is None else usd

@@ -20,15 +20,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from fractions import Fraction
+from functools import partial
 from itertools import count, takewhile
 from math import inf
 from numbers import Integral, Real
+from os import PathLike
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
 
+from kvcore.api import Source, flat_options
 from kvcore.config import RunConfig
 from kvcore.config.options import option_default, read_option
+from kvcore.config.values import TierChoices
 from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
@@ -40,7 +44,7 @@ from kvcore_lab.plans.longest import Longest
 from kvcore_lab.plans.start import not_in_start, start_command
 from kvcore_lab.statistics import share_interval
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
-from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
+from kvcore_lab.sweep.executors import Executor, executor_for, known_to
 from kvcore_lab.sweep.grid import CLUSTER_AXES, Grid
 from kvcore_lab.sweep.journal import Journal
 from kvcore_replay.gpu_cost import COLUMNS as COSTS
@@ -233,12 +237,10 @@ class FleetPlan(Shown):
         Raises:
             PluginError: polars is not installed.
         """
+        sizes = attrs.filters.include("replicas", "devices", "blocks", "host_bytes")
         rows = [
             {
-                "replicas": option.fleet.replicas,
-                "devices": option.fleet.devices,
-                "blocks": option.fleet.blocks,
-                "host_bytes": option.fleet.host_bytes,
+                **attrs.asdict(option.fleet, filter=sizes),
                 "gpus": option.fleet.gpus,
                 "pool_bytes": option.pool_bytes,
                 "slo_met": option.served.attainment,
@@ -255,21 +257,26 @@ class FleetPlan(Shown):
 
 
 def plan(
-    workload: Any = "mooncake",
+    workload: Source = "mooncake",
     *,
     percentile: float = 99,
-    tensor_parallel: Iterable[int] | int = DEGREES,
-    replicas: Iterable[int] | int | None = None,
+    tensor_parallel: int | Iterable[int] = DEGREES,
+    replicas: int | Iterable[int] | None = None,
     max_gpus: int = MOST_GPUS,
-    tier: Any = None,
+    tier: TierChoices = None,
     policies: Iterable[tuple[str, str]] | None = None,
-    journal: Callable[[], AbstractContextManager[Journal]] | None = None,
-    executor: Executor | None = None,
+    journal: str | PathLike[str] | Callable[[], AbstractContextManager[Journal]] | None = None,
+    jobs: int = 1,
+    executor: str | Executor = "local",
     progress: Progress | None = None,
     gpu_price: Mapping[str, float] | None = None,
     **options: Any,
 ) -> FleetPlan:
-    """Return the least fleets on which `workload` meets its SLO, and what limits smaller ones.
+    """Return the least GPUs, K/V memory and host RAM with which a workload meets its SLO.
+
+    `kvcore.plan("mooncake", device="h100", slo="ttft=2,tpot=0.05", percentile=95)` searches as
+    `kvcore plan` does: by simulating fleets of replicas, among which sessions are divided by
+    hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
 
     For each number of GPUs of a replica: the fewest replicas that meet it, with the smallest
     pool; and, if fewer replicas meet it with host RAM, these with the least host RAM. Fleets
@@ -277,9 +284,37 @@ def plan(
     120 simulations of the workload, which is held in memory; a simulation ends when too many
     requests have missed the SLO.
 
-    Arguments and errors are those of `kvcore.plan`, except that `journal` opens one, once the
-    arguments are checked, and that an `executor` of None simulates in this process.
+    Args:
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
+        percentile: percentage of the requests that must meet their SLO.
+        tensor_parallel: GPUs that share a model: each number is tried.
+        replicas: numbers of replicas; None: the fewest that do.
+        max_gpus: GPUs in all, at most.
+        tier: tiers below the pool; the memory of the one named `host` is the most host RAM of
+            a replica. `"none"`: no tier; None: `host:memory=1TiB`, but no tier below pools that
+            have none, as those of `like="sglang"` for a hybrid model.
+        policies: (kind, name) of eviction policies and schedulers that the verdict tries; None:
+            all that are installed.
+        journal: file with the finished simulations, from which an interrupted search goes on;
+            or a function that opens one, called when the arguments are checked.
+        jobs: simulations at a time; 1: in this process. More need a script with
+            `if __name__ == "__main__":`, as processes are started afresh.
+        executor: machines to simulate on: `local`, `ray` or `ray:HOST:PORT`; or what runs
+            the simulations.
+        progress: shows the number of simulations that are done; None: shows nothing.
+        gpu_price: dollars an hour by device, in place of those of a table.
+        options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
+            `eviction`; plugins by name. `blocks` or `memory` is the largest pool of a replica.
+
+    Raises:
+        InputError: as `simulate`, or nothing to plan for.
+        PluginError: a plugin that cannot work here, or a simulation that failed.
+        StorageError: the journal cannot be written.
     """
+    if isinstance(executor, str):
+        executor = executor_for(executor, jobs)
+    options = flat_options(options)
     if not isinstance(percentile, Real) or not 0 < percentile <= 100:  # noqa: PLR2004
         msg = f"percentile {percentile!r}: give a percentage above 0 and up to 100"
         raise InputError(msg)
@@ -296,10 +331,11 @@ def plan(
     if cells[0].slo == SLO():
         msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
         raise InputError(msg)
-    executor = executor or ThisProcess()
     planner = _Planner(percentile, max_gpus, None, executor, known_to(executor))
     planner.add(cells, counts, adds_host=tier is None)
-    with nullcontext() if journal is None else journal() as planner.journal:
+    if not callable(journal):
+        journal = nullcontext if journal is None else partial(Journal, journal)
+    with journal() as planner.journal:
         plans = planner.plan(counts, policies, progress or silent)
     return attrs.evolve(plans, gpu_price=prices)
 
@@ -378,11 +414,6 @@ class _Planner:
     told: dict[str, None] = attrs.field(factory=dict)
     tick: Tick = unseen
     left: int = 0
-
-    @property
-    def share(self) -> Fraction:
-        """The share of the judged requests that must meet their SLO."""
-        return Fraction(str(self.percentile)) / 100
 
     def add(
         self, cells: Iterable[RunConfig], counts: list[int] | None, *, adds_host: bool
@@ -510,7 +541,7 @@ class _Planner:
         served = self.served.get(fleet)
         if served is None or not served.judged:
             return False
-        return Fraction(served.met, served.judged) >= self.share
+        return Fraction(served.met, served.judged) >= Fraction(str(self.percentile)) / 100
 
     def _option(self, fleet: Fleet) -> Search[Option]:
         """Return a fleet, and the same with the largest pool, with which the search began.
@@ -703,11 +734,9 @@ class _Planner:
             for miss in misses
             if (miss.blocks, miss.host_bytes) == (self.full[miss.devices], self.host)
         ]
-        if not options:
-            return max(full, key=lambda fleet: (self.served[fleet].attainment, -fleet.gpus))
-        best = options[0].fleet
-        fewer = [fleet for fleet in full if fleet.gpus < best.gpus]
-        if fewer:
+        best = options[0].fleet if options else None
+        fewer = [fleet for fleet in full if best is None or fleet.gpus < best.gpus]
+        if best is None or fewer:
             return max(fewer, key=lambda fleet: (self.served[fleet].attainment, -fleet.gpus))
         less = [
             miss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import attrs
 
@@ -13,7 +13,7 @@ from kvcore.cache.residency import TIER
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import format_seconds
+from kvcore.units import format_dollars, format_seconds
 from kvcore_cli.report.simulation import thrashing
 from kvcore_cli.report.tables import cell, counted, no_full_block, share
 from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
@@ -36,7 +36,11 @@ CSV_COLUMNS = (
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request", "wall_s"),
 )
 
-AGES = ("age_at_hit_s", "age_at_eviction_s", "lifetime_s")
+AGES = {
+    "age_at_hit_s": "age at hit",
+    "age_at_eviction_s": "age at eviction",
+    "lifetime_s": "lifetime",
+}
 
 FEW = 2
 """Policies that are named where all have the same figure."""
@@ -81,14 +85,8 @@ class ComparisonReport:
         if self.savings:
             sections += [self.saved, self.pace]
         if self.residency:
-            sections += ResidencyReport(self.comparison).sections
-        if self.comparison.bills is not None:
-            from kvcore_lab.report.comparison_bill import (  # noqa: PLC0415 - for prices alone
-                comparison_bill,
-            )
-
-            sections += comparison_bill(self.comparison, self.memory)
-        return [*sections, self.setup]
+            sections += residency_sections(self.comparison)
+        return [*sections, *self._bill(), self.setup]
 
     @property
     def _unit(self) -> str:
@@ -152,9 +150,10 @@ class ComparisonReport:
         """Hits by pool size: a row per policy, and one of the infinite cache."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
         table: dict[str, list[str]] = {}
+        tiered = any(row.reuse_ratio is not None for row in self.comparison.rows)
         for name, row in self._named:
             table.setdefault(name, []).append(_cell(row, self._unit))
-            if self._tiered:
+            if tiered:
                 table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
         infinite = _cell(self.comparison.infinite, self._unit)
         table["infinite"] = [infinite] * len(sizes)
@@ -165,12 +164,11 @@ class ComparisonReport:
     @property
     def saved(self) -> Table:
         """Prefill that hits save and the time of a request: a row per policy and pool."""
-        prefill, rows = self._prefill, []
+        prefill, rows = self.comparison.infinite.prefill_s, []
         for name, row in self._named:
-            saved = row.saved_s
-            part = saved / prefill if prefill and saved is not None else None
+            part = row.saved_s / prefill if prefill else None
             pace = f"{row.wall_s * 1e6 / row.requests:.1f}"
-            texts = cell(saved, format_seconds), share(part), pace
+            texts = format_seconds(row.saved_s), share(part), pace
             rows.append([name, self._size(row.blocks), *texts])
         unit = "blocks" if self.memory is None else "memory"
         what = "eviction" if self._unit == "block" else "checkpoint"
@@ -183,10 +181,6 @@ class ComparisonReport:
             "Prefill saved: what computing the hits would take alone. \u00b5s a request: the "
             "replay by this machine, the policy and the reading of the workload included."
         )
-
-    @property
-    def _prefill(self) -> float | None:
-        return self.comparison.infinite.prefill_s
 
     @property
     def reading(self) -> str:
@@ -232,13 +226,33 @@ class ComparisonReport:
             lambda blocks: self._size(int(blocks)),
         )
 
+    def _bill(self) -> list[Section]:
+        """Return a table of dollars by policy and pool size, and sentences about the prices."""
+        bills = self.comparison.bills
+        if bills is None:
+            return []
+        from kvcore_replay.report.billing import BILLS, setup_of  # noqa: PLC0415 - for prices
+
+        sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
+        table: dict[str, list[str]] = {}
+        for name, row in named(self.comparison.rows):
+            assert row.bill is not None
+            table.setdefault(name, []).append(format_dollars(row.bill.usd))
+        # These do not depend on the pool.
+        for key, name in BILLS.items():
+            bill = getattr(bills, key)
+            if bill is not None:
+                table[name] = [format_dollars(bill.usd)] * len(sizes)
+        headers = ["bill in USD", *(f"{self._size(size):>5}" for size in sizes)]
+        about = (
+            "What the API would charge if its cache were this pool, with its prices, least "
+            f"length and steps.\n{setup_of(bills.price)}"
+        )
+        return [Table(headers, [[name, *cells] for name, cells in table.items()]), about]
+
     @property
     def _ranked(self) -> bool:
         return any(row.share_of_optimum is not None for row in self.comparison.rows)
-
-    @property
-    def _tiered(self) -> bool:
-        return any(row.reuse_ratio is not None for row in self.comparison.rows)
 
     def _reuse_cell(self, row: Row) -> str:
         """Return the hits of pool and tiers as a share of lookups, and of the most possible."""
@@ -311,9 +325,9 @@ class ComparisonReport:
 
     def _savings(self) -> str:
         """Return the sentence about the prefill that the best policy saves."""
-        prefill = self._prefill
+        prefill = self.comparison.infinite.prefill_s
         known = [(row.saved_s, name, row) for name, row in self._policies() if row.saved_s]
-        if prefill is None or not known:
+        if not known:
             return ""
         saved, name, row = max(known, key=lambda entry: entry[0])
         device = f" on one {self.recompute.device}" if self.recompute else ""
@@ -386,54 +400,28 @@ def _cell(result: Row | Infinite, unit: str) -> str:
     return _reused(result.hit_ratio[unit], part)
 
 
-@attrs.frozen
-class ResidencyReport:
-    """Residency of blocks under each policy of a comparison, in each pool.
+def residency_sections(comparison: Comparison) -> list[Section]:
+    """Return how long blocks rest, and warnings of thrashing; empty if it was not measured.
 
-    Attributes:
-        comparison: a comparison with `residency=True`.
+    The table has a row per policy, pool and tier below it, with medians of times.
     """
-
-    comparison: Comparison
-
-    headers: ClassVar[tuple[str, ...]] = (
-        *("eviction", "blocks", "age at hit", "age at eviction", "lifetime"),
-        *("never hit", "stored again"),
+    rows = []
+    columns = (
+        "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
+        "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
+        "was stored, after at most a pool of other evictions."
     )
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on residency; empty if it was not measured."""
-        table = Table(self.headers, self.rows)
-        return [table, self.reading] if table.rows else []
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table: one per policy, pool and tier below it, with medians of times."""
-        rows = []
-        for name, row in named(self.comparison.rows):
-            for tier, rested in (row.residency or {}).items():
-                ages = (rested[key] for key in AGES)
-                gone = sum(rested["evicted_blocks"].values())
-                stored = rested["stored_blocks"]
-                times = [cell(age and age["p50"], format_seconds) for age in ages]
-                never = share(rested["never_hit_blocks"] / gone if gone else None)
-                again = share(rested["restored_blocks"] / stored if stored else None)
-                of = name if tier == TIER else f"{name} ({tier})"
-                rows.append([of, f"{row.blocks:,}", *times, never, again])
-        return rows
-
-    @property
-    def reading(self) -> str:
-        """Sentences about the columns, and warnings about policies that thrash."""
-        columns = (
-            "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
-            "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
-            "was stored, after at most a pool of other evictions."
-        )
-        lines = [columns]
-        for name, row in named(self.comparison.rows):
-            warning = thrashing(row.residency, row.blocks, row.tiers or ())
-            if warning:
-                lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
-        return "\n".join(lines)
+    lines = [columns]
+    for name, row in named(comparison.rows):
+        for tier, rested in (row.residency or {}).items():
+            gone, stored = sum(rested["evicted_blocks"].values()), rested["stored_blocks"]
+            times = [cell(age and age["p50"], format_seconds) for age in map(rested.get, AGES)]
+            never = share(rested["never_hit_blocks"] / gone if gone else None)
+            again = share(rested["restored_blocks"] / stored if stored else None)
+            of = name if tier == TIER else f"{name} ({tier})"
+            rows.append([of, f"{row.blocks:,}", *times, never, again])
+        warning = thrashing(row.residency, row.blocks, row.tiers or ())
+        if warning:
+            lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
+    headers = ("eviction", "blocks", *AGES.values(), "never hit", "stored again")
+    return [Table(headers, rows), "\n".join(lines)] if rows else []

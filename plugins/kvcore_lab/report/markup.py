@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvcore.sections import Section, Table
 
@@ -19,22 +20,6 @@ _LATEX = str.maketrans(
         "\0": "{}",
     }
 )
-
-
-def markdown(sections: Sequence[Section]) -> str:
-    """Return sentences and tables as Markdown."""
-    return _text(sections, _markdown, _markdown_table)
-
-
-def latex(sections: Sequence[Section]) -> str:
-    r"""Return tables as LaTeX, with rules of `booktabs`, and sentences as paragraphs."""
-    return _text(sections, _latex, _latex_table)
-
-
-MARKUPS: Mapping[str, Callable[[Sequence[Section]], str]] = {
-    "markdown": markdown,
-    "latex": latex,
-}
 
 
 def _text(
@@ -89,3 +74,15 @@ def _latex_table(table: Table) -> str:
             r"\end{tabular}",
         ]
     )
+
+
+markdown = partial(_text, sentence=_markdown, table=_markdown_table)
+"""Return sentences and tables as Markdown."""
+
+latex = partial(_text, sentence=_latex, table=_latex_table)
+"""Return tables as LaTeX, with rules of `booktabs`, and sentences as paragraphs."""
+
+MARKUPS: Mapping[str, Callable[[Sequence[Section]], str]] = {
+    "markdown": markdown,
+    "latex": latex,
+}

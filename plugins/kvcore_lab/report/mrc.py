@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
@@ -174,10 +174,7 @@ class CurvesReport:
                     "eviction": curve.eviction,
                     "options": curve.options,
                     "every_size": curve.steps is not None,
-                    "points": [
-                        {"blocks": blocks, "hit_blocks": hits, "hit_ratio": curves.ratio(hits)}
-                        for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
-                    ],
+                    "points": list(curves.points(curve)),
                 }
                 for curve in curves.curves
             ],
@@ -197,9 +194,9 @@ class CurvesReport:
         writer.writerow(COLUMNS)
         for curve in curves.curves:
             policy = curve.eviction, json.dumps(curve.options)
-            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
-                figures = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
-                writer.writerow([*about, *policy, *figures])
+            for point in curves.points(curve):
+                blocks, *figures = point.values()
+                writer.writerow([*about, *policy, blocks, self.bytes_of(blocks), *figures])
 
     def _size(self, blocks: float) -> str:
         """Return a size of the pool as text: in bytes, if a layout says what a block takes."""
@@ -212,20 +209,13 @@ class CurvesReport:
         return None if taken is None else blocks * taken.bytes_per_block
 
 
-def _points(curve: Curve) -> Iterator[tuple[int, int]]:
-    """Yield sizes of the pool and their hits."""
+def _points(curve: Curve) -> Iterable[tuple[int, int]]:
+    """Return sizes of the pool and their hits, in equal ratios if every size is known."""
     if curve.steps is None:
-        yield from zip(curve.blocks, curve.hit_blocks, strict=True)
-        return
-    for size in _dense(curve.blocks[0], curve.blocks[-1]):
-        yield size, curve.steps.at(size)
-
-
-def _dense(low: int, high: int) -> list[int]:
-    """Return sizes from `low` to `high` in equal ratios, enough for a smooth line."""
-    ratio = high / low
+        return zip(curve.blocks, curve.hit_blocks, strict=True)
+    low, ratio = curve.blocks[0], curve.blocks[-1] / curve.blocks[0]
     sizes = (round(low * ratio ** (step / DENSE)) for step in range(DENSE + 1))
-    return list(dict.fromkeys(sizes))
+    return [(size, curve.steps.at(size)) for size in dict.fromkeys(sizes)]
 
 
 def percent(share: float) -> str:

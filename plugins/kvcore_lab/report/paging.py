@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,59 +17,50 @@ from kvcore_cli.report.tables import NONE, cell, share
 
 @attrs.frozen
 class PagingReport:
-    """Report on two runs of the same requests, paged and contiguous.
+    """Report on a run with contiguous memory, and on a paged one of the same requests.
 
     Attributes:
-        contiguous, paged: the summaries of the runs.
-        max_output: tokens that a request in contiguous memory reserves for its output.
-        alone: the report of the contiguous run, whose setup is that of both; None: no setup.
+        alone: the report of the contiguous run, whose setup is that of both.
+        both: the sections on both.
     """
 
-    contiguous: Mapping[str, Any]
-    paged: Mapping[str, Any]
-    max_output: int
-    alone: SimulationReport | None = None
+    alone: SimulationReport
+    both: Sequence[Section]
 
     @property
     def sections(self) -> list[Section]:
         """The page on both runs."""
-        both: list[Section] = [self.headline, Table(["", "contiguous", "paged"], self.rows)]
-        if self.alone is None:
-            return [*both, self.reading]
-        reading = f"{self.reading}\n{self.alone.setup}"
-        return [self.alone.warning, self.alone.headline, *both, reading]
+        *both, reading = self.both
+        last = f"{reading}\n{self.alone.setup}"
+        return [self.alone.warning, self.alone.headline, *both, last]
 
-    @property
-    def headline(self) -> str:
-        """A sentence about the comparison."""
-        tokens = self.paged["pool"]["blocks"] * self.paged["pool"]["block_size"]
-        return (
-            f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
-            f"and {self.max_output:,} tokens of output in one piece, and shares nothing."
-        )
 
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table, the most important first."""
-        runs = zip(_paging_cells(self.contiguous), _paging_cells(self.paged), strict=True)
-        return [[name, before, after] for (name, before), (_, after) in runs]
+def paging_sections(
+    contiguous: Mapping[str, Any], paged: Mapping[str, Any], max_output: int
+) -> list[Section]:
+    """Return a sentence, a table with the most important rows first, and how to read it.
 
-    @property
-    def reading(self) -> str:
-        """Sentences about the gain of paging and the words of the table."""
-        paged, before = (
-            run["fragmentation"]["running"] for run in (self.paged, self.contiguous)
-        )
-        # If memory is not short, fewer run at a time because each ends earlier.
-        bought = (
-            f"Paging runs {paged / before:.2f} times as many at a time. "
-            if paged > before > 0
-            else ""
-        )
-        return (
-            f"{bought}Splintered is the time in which the next request waited although enough "
-            "was free in sum, in holes too short for it."
-        )
+    Args:
+        contiguous: the summary of the run in contiguous memory.
+        paged: the summary of the other run.
+        max_output: tokens that a request in contiguous memory reserves for its output.
+    """
+    tokens = paged["pool"]["blocks"] * paged["pool"]["block_size"]
+    headline = (
+        f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
+        f"and {max_output:,} tokens of output in one piece, and shares nothing."
+    )
+    cells = zip(_paging_cells(contiguous), _paging_cells(paged), strict=True)
+    rows = [[name, before, after] for (name, before), (_, after) in cells]
+    before, after = (run["fragmentation"]["running"] for run in (contiguous, paged))
+    # If memory is not short, fewer run at a time because each ends earlier.
+    more = after > before > 0
+    bought = f"Paging runs {after / before:.2f} times as many at a time. " if more else ""
+    reading = (
+        f"{bought}Splintered is the time in which the next request waited although enough "
+        "was free in sum, in holes too short for it."
+    )
+    return [headline, Table(["", "contiguous", "paged"], rows), reading]
 
 
 def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -93,5 +84,5 @@ def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def report_of(result: Result, document: Mapping[str, Any], **words: Any) -> PagingReport:
     """Return the report of a run whose document has that of a paged one too."""
-    alone = report_of_run(result, document, **words)
-    return PagingReport(document, document["paged"], result.max_output or 0, alone)
+    both = paging_sections(document, document["paged"], result.max_output or 0)
+    return PagingReport(report_of_run(result, document, **words), both)

@@ -87,9 +87,18 @@ class PlanReport:
         """The fleets that meet the SLO, the best first."""
         headers = ["replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"]
         headers += ["TTFT p99", "TPOT p99", "hits", "busiest"]
-        priced = self.plan.get("gpu_prices") is not None
-        costs = list(COSTS) if priced else []
-        rows = [[*_cells(fleet), *cost_cells(fleet, costs)] for fleet in self.plan["plans"]]
+        costs = [] if self.plan["gpu_prices"] is None else list(COSTS)
+        rows = [
+            [
+                *_sizes(fleet),
+                share(fleet["slo_met"]),
+                *(_time((fleet[f"{name}_s"] or {}).get("p99"), fleet) for name in TIMES),
+                share(fleet["hit_ratio"]),
+                share(fleet["busiest"]),
+                *(cell(fleet[name], format_dollars) for name in costs),
+            ]
+            for fleet in self.plan["plans"]
+        ]
         headers += [COSTS[name] for name in costs]
         _add_rejected(headers, rows, self.plan["plans"])
         return Table(headers, rows, headers)
@@ -119,7 +128,7 @@ class PlanReport:
     @property
     def closing(self) -> str:
         """Sentences about the search, and the options that all simulations share."""
-        prices = self.plan.get("gpu_prices")
+        prices = self.plan["gpu_prices"]
         costs = f" Cost: {prices}; {PER_MILLION}" if prices else ""
         busiest = "busiest: the share of the prompt tokens that one replica gets"
         return f"{BY_HASH}; {busiest}.{costs}\n{_shared(self.plan['setup'])}"
@@ -206,9 +215,9 @@ class DevicePlansReport:
             [
                 fleet["device"],
                 *_sizes(fleet),
-                *cost_cells(fleet, COSTS),
+                *(cell(fleet[name], format_dollars) for name in COSTS),
                 cell(fleet["throughput_tokens_s"], format_number),
-                *(_time(fleet[f"{name}_p99_s"], fleet) for name in ("ttft", "tpot")),
+                *(_time(fleet[f"{name}_p99_s"], fleet) for name in TIMES),
                 {True: "*", False: "", None: NONE}[fleet["pareto"]],
             ]
             for fleet in self.plans["fleets"]
@@ -251,7 +260,8 @@ class DevicePlansReport:
 COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
 """Columns of costs, and their headers."""
 
-
+TIMES = ("ttft", "tpot")
+"""The times that an SLO is about."""
 BY_HASH = "Sessions are divided among replicas by hash"
 PER_MILLION = "$/M: dollars per million generated tokens."
 
@@ -260,11 +270,6 @@ def _shared(setup: Mapping[str, Any]) -> str:
     """Return a sentence with the options that all simulations of a plan share."""
     parts = [f"{name} {as_text(value)}" for name, value in setup.items() if value is not None]
     return f"Setup: kvcore {version()}; {'; '.join(parts)}."
-
-
-def cost_cells(fleet: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the cells of the costs of a fleet."""
-    return [cell(fleet[name], format_dollars) for name in names]
 
 
 def saturated(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
@@ -285,7 +290,7 @@ def saturated(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
 
 def _grows(fleet: Mapping[str, Any]) -> bool:
     """Return True if the queue of a fleet grew until the last arrival."""
-    return bool((fleet.get("saturation") or {}).get("saturated"))
+    return bool((fleet["saturation"] or {}).get("saturated"))
 
 
 def _time(seconds: float | None, fleet: Mapping[str, Any]) -> str:
@@ -348,30 +353,12 @@ def _add_rejected(
 
 def start_lines(fleets: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
     """Return the commands that start a replica of each fleet, and what is not in them."""
-    lines = [
-        f"{fleet['replicas']} x {fleet['start']}"
-        for fleet in fleets
-        if "start" in fleet  # earlier releases did not write it
-    ]
-    if absent := plan.get("not_in_start"):
-        lines.append(f"Not in this command: {', '.join(absent)}.")
-    if not fleets or not lines:
+    if not fleets:
         return ""
-    whole = all("full_pool" in fleet for fleet in fleets)
-    memory = ", with all the K/V memory of its GPUs" if whole else " with"
-    return "\n".join([f"Start each replica{memory}:", *lines])
-
-
-def _cells(fleet: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a fleet that meets the SLO."""
-    times = (fleet["ttft_s"], fleet["tpot_s"])
-    return [
-        *_sizes(fleet),
-        share(fleet["slo_met"]),
-        *(_time(time["p99"] if time else None, fleet) for time in times),
-        share(fleet["hit_ratio"]),
-        share(fleet["busiest"]),
-    ]
+    lines = [f"{fleet['replicas']} x {fleet['start']}" for fleet in fleets]
+    if absent := plan["not_in_start"]:
+        lines.append(f"Not in this command: {', '.join(absent)}.")
+    return "\n".join(["Start each replica, with all the K/V memory of its GPUs:", *lines])
 
 
 def _sizes(fleet: Mapping[str, Any]) -> list[str]:
@@ -397,8 +384,8 @@ def fleet_text(fleet: Mapping[str, Any], device: str) -> str:
 
 def _more(fleet: Mapping[str, Any]) -> str:
     """Return a sentence on what all the K/V memory of the GPUs gives; "" if it is no more."""
-    whole = fleet.get("full_pool")  # earlier releases did not write it
-    if whole is None or whole["blocks"] == fleet["blocks"]:
+    whole = fleet["full_pool"]
+    if whole["blocks"] == fleet["blocks"]:
         return ""
     times = [
         f"TTFT p99 is {cell((whole['ttft_s'] or {}).get('p99'), format_seconds)}",

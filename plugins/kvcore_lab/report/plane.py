@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
@@ -147,12 +148,7 @@ class PlaneReport:
                 "distinct_blocks": plane.distinct_blocks,
                 "hit_blocks": plane.hit_blocks,
             },
-            "points": [
-                attrs.asdict(point)
-                | {"hit_ratio": plane.ratio(point), "saved_ratio": plane.saved(point)}
-                for points in plane.points
-                for point in points
-            ],
+            "points": list(self._points()),
             "memory": memory_fields(self.layout),
         }
 
@@ -160,15 +156,22 @@ class PlaneReport:
         """Write a row per point, with a header; ratios in full precision."""
         plane = self.plane
         about = plane.workload.name, plane.block_size, plane.tier.name, plane.exact
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for points in plane.points:
-            for point in points:
-                pool, tier = point.pool_blocks, point.tier_blocks
-                sizes = pool, self._bytes(pool), tier, self._bytes(tier)
-                figures = point.hit_blocks, point.found_blocks, point.loaded_blocks
-                shares = plane.ratio(point), point.saved_s, plane.saved(point)
-                writer.writerow([*about, *sizes, *figures, *shares])
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for point in self._points():
+            sizes = {
+                f"{of}_bytes": self._bytes(point[f"{of}_blocks"]) for of in ("pool", "tier")
+            }
+            writer.writerow(dict(zip(COLUMNS, about, strict=False)) | point | sizes)
+
+    def _points(self) -> Iterator[dict[str, Any]]:
+        """Yield the fields of each point, with its shares."""
+        for point in chain.from_iterable(self.plane.points):
+            shares = {
+                "hit_ratio": self.plane.ratio(point),
+                "saved_ratio": self.plane.saved(point),
+            }
+            yield attrs.asdict(point) | shares
 
     def contours(self, form: str) -> bytes:
         """Return contours of hits and saved time over both sizes, as `png` or `svg` bytes.

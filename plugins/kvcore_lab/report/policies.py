@@ -53,19 +53,14 @@ def block_bytes(layout: KVLayout, plan: GroupPlan | None = None) -> str:
 
 def memory_fields(layout: KVLayout, plan: GroupPlan | None = None) -> dict[str, Any]:
     """Return the bytes of a block, with model, codec and cache groups, as a JSON object."""
-    if plan is not None:
-        return {
-            "model": layout.model.name,
-            "codec": str(layout.codec),
-            "bytes_per_block": plan.bytes_per_block,
-            "cache_groups": [group.as_dict() for group in plan.groups],
-        }
-    return {
+    fields = {
         "model": layout.model.name,
         "codec": str(layout.codec),
-        "bytes_per_block": layout.bytes_per_block,
-        **({"note": layout.pool_note} if layout.pool_note else {}),
+        "bytes_per_block": (plan or layout).bytes_per_block,
     }
+    if plan is not None:
+        return {**fields, "cache_groups": [group.as_dict() for group in plan.groups]}
+    return {**fields, **({"note": layout.pool_note} if layout.pool_note else {})}
 
 
 def looked_up(workload: Source, blocks: int, block_size: int, count: str) -> str:

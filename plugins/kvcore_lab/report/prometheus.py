@@ -133,8 +133,7 @@ def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any
         "model_name": config["model"],
     }
     _add_lookups(families, document["hit"], labels)
-    for tier, rested in (document["residency"] or {}).items():
-        _add_residency(families, rested, labels | {"tier": tier})
+    _add_residency(families, document["residency"], labels)
     _add_tiers(families, document, labels)
     for stat in ("mean", "peak"):
         blocks = pool["active"][stat]
@@ -179,8 +178,7 @@ def comparison_metrics(comparison: Comparison) -> str:
         }
         hit = {"lookup_blocks": row.lookup_blocks, "hit_blocks": row.hit_blocks}
         _add_lookups(families, hit, labels)
-        for tier, rested in (row.residency or {}).items():
-            _add_residency(families, rested, labels | {"tier": tier})
+        _add_residency(families, row.residency, labels)
     return families.exposition()
 
 
@@ -261,35 +259,33 @@ def _add_tiers(families: _Families, document: Mapping[str, Any], labels: Labels)
         moved = about | {"transfer_type": "load"}
         families.counter("kv_offload_total_time", tier["load_s"], moved)
         for reason, blocks in tier["dropped_blocks"].items():
-            why = about | {"reason": reason}
-            families.counter("kv_offload_dropped_blocks", blocks, why)
-        used = tier["used_blocks"] / tier["slots"]
-        families.gauge("kv_offload_usage_perc", used, about)
+            families.counter("kv_offload_dropped_blocks", blocks, about | {"reason": reason})
+        families.gauge("kv_offload_usage_perc", tier["used_blocks"] / tier["slots"], about)
 
 
-def _add_residency(families: _Families, rested: Mapping[str, Any], labels: Labels) -> None:
-    """Add the residency histograms of a tier, and its stored and evicted blocks."""
-    for key, name in RESTING.items():
-        seen = rested[key]
-        if seen is not None:
-            buckets = [(float(bound), upto) for bound, upto in seen["buckets"].items()]
-            families.histogram(name, buckets, seen["blocks"], seen["sum"], labels)
-    for reason, blocks in rested["evicted_blocks"].items():
-        about = labels | {"reason": reason}
-        families.counter("kv_blocks_evicted", blocks, about)
-    stored, restored = rested["stored_blocks"], rested["restored_blocks"]
-    families.counter("kv_blocks_stored", stored, labels)
-    families.counter("kv_blocks_restored", restored, labels)
-    families.gauge("kv_cache_thrashing", int(rested["thrashing"]), labels)
+def _add_residency(
+    families: _Families, residency: Mapping[str, Any] | None, labels: Labels
+) -> None:
+    """Add the residency histograms of each tier, and its stored and evicted blocks."""
+    for tier, rested in (residency or {}).items():
+        about = labels | {"tier": tier}
+        for key, name in RESTING.items():
+            seen = rested[key]
+            if seen is not None:
+                buckets = [(float(bound), upto) for bound, upto in seen["buckets"].items()]
+                families.histogram(name, buckets, seen["blocks"], seen["sum"], about)
+        for reason, blocks in rested["evicted_blocks"].items():
+            families.counter("kv_blocks_evicted", blocks, about | {"reason": reason})
+        families.counter("kv_blocks_stored", rested["stored_blocks"], about)
+        families.counter("kv_blocks_restored", rested["restored_blocks"], about)
+        families.gauge("kv_cache_thrashing", int(rested["thrashing"]), about)
 
 
 def _add_ends(families: _Families, document: Mapping[str, Any], labels: Labels) -> None:
     """Add the requests by status, and the preemptions."""
-    preempted = sum(document["preemptions"].values())
-    families.counter("num_preemptions", preempted, labels)
+    families.counter("num_preemptions", sum(document["preemptions"].values()), labels)
     for reason, key in (("length", "completed"), ("abort", "rejected")):
-        about = labels | {"finished_reason": reason}
-        families.counter("request_success", document[key], about)
+        families.counter("request_success", document[key], labels | {"finished_reason": reason})
 
 
 def _add_requests(

@@ -15,9 +15,7 @@ Row = tuple[str, str, str]
 def size_sections(document: Mapping[str, Any]) -> list[Section]:
     """Return the report on the document of `kvcore size --json`."""
     rows = Table(("quantity", "amount", "that is"), [*_rows(document)], ())
-    # Documents of 0.1.0 have no notes, and are of one GPU.
-    notes = [f"{note}." for note in document.get("notes", ())]
-    return [_title(document["model"]), rows, *notes]
+    return [_title(document["model"]), rows, *(f"{note}." for note in document["notes"])]
 
 
 def _title(model: Mapping[str, Any]) -> str:
@@ -61,10 +59,8 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     else:
         yield _bytes("K/V of a block of a cache group", groups["bytes_per_block"])
     yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
-    # Documents before 0.2 have no caches.
-    caches = report.get("caches", ())
-    if len(caches) > 1:
-        for cache in caches:
+    if len(report["caches"]) > 1:
+        for cache in report["caches"]:
             yield _bytes(f"- {cache['cache']}", cache["bytes_per_request"])
     yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
     if kv["staged_bytes_per_request"]:
@@ -75,13 +71,12 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     model = report["model"]
     mixed = model["expert_dtype"] != model["dtype"]
     experts = f", experts in {model['expert_dtype']}" if mixed else ""
-    stored = model.get("extra_bytes") or model.get("extra_expert_bytes")
+    stored = model["extra_bytes"] or model["extra_expert_bytes"]
     kinds = f"{model['dtype']}{experts}{', as stored' if stored else ''}"
     yield _bytes(f"weights in {kinds}", model["weight_bytes"])
     if "device" not in report:
         return
-    device, fit = report["device"], report["fit"]
-    server = report.get("server", {"gpus": 1, "kv_copies": 1})
+    device, fit, server = report["device"], report["fit"], report["server"]
     gpus = server["gpus"]
     several = f"{gpus} x " if gpus > 1 else ""
     yield _bytes(f"memory of {several}{device['name']}", gpus * device["hbm_bytes"])
@@ -113,7 +108,7 @@ def _pool_rows(report: Mapping[str, Any]) -> Iterator[Row]:
     fit, batch = report["fit"], report["batch"]
     blocks, requests, enough = fit["blocks"], fit["requests"], ""
     what = f"{blocks * report['block_size']:,} tokens"
-    if "grouped_blocks" in fit:  # documents of 0.1.0 have groups without it
+    if "grouped_blocks" in fit:
         groups = report["groups"]
         blocks, requests = fit["grouped_blocks"], fit["grouped_requests"]
         what = f"in {counted(len(groups['groups']), 'cache group')}"

@@ -24,7 +24,8 @@ from kvcore.units import format_bytes, format_dollars, format_number, format_sec
 from kvcore_cli.output import json_bytes
 from kvcore_cli.report.tables import NONE, cell, counted, share
 from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, Parts, bootstrap, ratio
-from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
+from kvcore_lab.sweep.executors import Row, Sweep
+from kvcore_lab.sweep.grid import Grid, axes_of
 from kvcore_replay.report.charts import is_bound
 
 POLICIES = (
@@ -62,6 +63,11 @@ class Measure:
     names: bool = True
     figure: Callable[[float], str] = attrs.Factory(lambda self: self.text, takes_self=True)
     change: Callable[[float], str] = attrs.Factory(lambda self: self.figure, takes_self=True)
+
+    @property
+    def label(self) -> str:
+        """The quantity and its unit: `hits, of blocks`."""
+        return f"{self.title.partition(' ')[2]}, {self.unit}"
 
 
 def _points(part: float) -> str:
@@ -136,8 +142,7 @@ class SweepReport:
         """The best of each group of competing cells by each measure, in the grid's order."""
         contests: dict[tuple[str, ...], list[Row]] = {}
         for row in self.sweep.rows:
-            key = tuple(written(name, row) for name in self._given)
-            contests.setdefault(key, []).append(row)
+            contests.setdefault(self._contest(row), []).append(row)
         rows = [[*key, *self._best(rows)] for key, rows in contests.items()]
         best = [header for measure in self.measures for header in self._headers(measure)]
         headers = [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
@@ -149,7 +154,7 @@ class SweepReport:
     def tables(self) -> list[Section]:
         """The best policies; or with seeds or intervals, all of them by each measure."""
         if "seed" in self.sweep.grid.varied:
-            return self.seed_tables
+            return [*map(self._seed_table, self.measures)]
         if self.intervals:
             tables = map(self._stretch_table, self.measures)
             return [table for table in tables if table.rows]
@@ -158,13 +163,12 @@ class SweepReport:
     def _stretch_table(self, measure: Measure) -> Table:
         """Return each policy with intervals by a bootstrap over parts of the requests."""
         firsts: dict[tuple[str, ...], Parts] = {}
-        label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
         rows = []
         for row, parts in zip(self.sweep.rows, self.sweep.shares, strict=True):
             own = (parts or {}).get(measure.column)
             if own is None:
                 continue
-            key = tuple(written(name, row) for name in self._given)
+            key = self._contest(row)
             first = firsts.setdefault(key, own)
             change = [NONE, NONE]
             if first is not own:
@@ -174,9 +178,8 @@ class SweepReport:
             interval = _between(*map(measure.figure, bootstrap(own)))
             policy = [self._policy(row)] if self._competing else []
             rows.append([*key, *policy, measure.figure(ratio(own)), interval, *change])
-        policy = [" + ".join(self._competing)] if self._competing else []
-        headers = [*self._given, *policy, label, "95 %", "to the first", "95 % "]
-        return Table(headers, rows, headers[len(self._given) + len(policy) :])
+        figures = [measure.label, "95 %", "to the first", "95 % "]
+        return Table([*self._apart, *figures], rows, figures)
 
     @property
     def _drawn(self) -> str:
@@ -194,19 +197,13 @@ class SweepReport:
         ]
         return " or ".join(names)
 
-    @property
-    def seed_tables(self) -> list[Section]:
-        """A table for each measure: means over seeds, with differences to the first policy."""
-        return [self._seed_table(measure) for measure in self.measures]
-
     def _seed_table(self, measure: Measure) -> Table:
+        """Return the means over seeds, with differences to the first policy."""
         contests: dict[tuple[str, ...], dict[str, dict[Any, float]]] = {}
         for row in self.sweep.rows:
             if (value := row[measure.column]) is not None:
-                key = tuple(written(name, row) for name in self._given)
-                policies = contests.setdefault(key, {})
+                policies = contests.setdefault(self._contest(row), {})
                 policies.setdefault(self._policy(row), {})[row["seed"]] = value
-        label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
         paired = any(len(policies) > 1 for policies in contests.values())
         rows = []
         for key, policies in contests.items():
@@ -218,11 +215,10 @@ class SweepReport:
                 if paired:
                     cells += _difference(measure, values, first)
                 rows.append([*key, *([name] if self._competing else []), *cells])
-        policy = [" + ".join(self._competing)] if self._competing else []
-        headers = [*self._given, *policy, label, "± 95 %", "seeds"]
+        figures = [measure.label, "± 95 %", "seeds"]
         if paired:
-            headers += ["to the first", "± 95 % ", "better"]
-        return Table(headers, rows, headers[len(self._given) + len(policy) :])
+            figures += ["to the first", "± 95 % ", "better"]
+        return Table([*self._apart, *figures], rows, figures)
 
     @property
     def reading(self) -> str:
@@ -292,15 +288,11 @@ class SweepReport:
                 if value is not None and size is not None:
                     tokens = row["block_size"] if axis == "blocks" and sized else 1
                     points.setdefault(size * tokens, []).append(value)
-            label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
-            if source is not None:
-                label = f"{shorten(str(source), 40)}: {label}"
-            panels.append(_panel(label, values, measure))
+            of = "" if source is None else f"{shorten(str(source), 40)}: "
+            panels.append(_panel(f"{of}{measure.label}", values, measure))
         if not panels:
             panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
-        write_x: Callable[[float], str] = format_number
-        if axis == "memory":
-            write_x = _bytes
+        write_x = _bytes if axis == "memory" else format_number
         across = "pool, tokens" if axis == "blocks" and sized else axis
         return Chart(self.headline.partition(". ")[0], self.setup, across, panels, write_x)
 
@@ -317,6 +309,15 @@ class SweepReport:
         if len(sizes) > 1 and "block_size" not in varied:
             shown.append("block_size")  # that of the keys of each workload
         return shown
+
+    @property
+    def _apart(self) -> list[str]:
+        """The headers of the columns that tell rows apart in a table of all policies."""
+        return [*self._given, *([" + ".join(self._competing)] if self._competing else [])]
+
+    def _contest(self, row: Row) -> tuple[str, ...]:
+        """Return what a row has in common with those that it competes with."""
+        return tuple(written(name, row) for name in self._given)
 
     def _policy(self, row: Row) -> str:
         """Return the policies of a row that compete."""
@@ -337,7 +338,6 @@ class SweepReport:
                 attrs.evolve(measure, column=tiered.get(measure.column, measure.column))
                 for measure in measures
             ]
-        # Rows of earlier releases have no costs.
         return [m for m in measures if any(row.get(m.column) is not None for row in rows)]
 
     @property
@@ -348,7 +348,7 @@ class SweepReport:
         """Return the headers of a measure: its best policy, if any compete, and its value."""
         if self._competing and measure.names:
             return [measure.title, measure.unit]
-        return [f"{measure.title.partition(' ')[2]}, {measure.unit}"]
+        return [measure.label]
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
         """Yield the best cells by each measure, and the value of the measure."""

@@ -197,10 +197,8 @@ class WorkloadCache:
         self.told: list[str] = []
         self._workloads: dict[tuple[object, ...], KeptWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
-        self._sessions: dict[str, Mapping[int | str, int]] = {}
-        self._lookups: dict[tuple[str, str, int], tuple[Sequence[int], Sequence[int]]] = {}
         self.file = cache(file_digest)
-        self._kept: tuple[object, Any] = None, None
+        self._kept: dict[object, tuple[object, Any]] = {}
 
     def parts(self, cell: RunConfig) -> RunParts:
         """Return the parts of a cell, with copies of plugins that are given as instances.
@@ -240,39 +238,40 @@ class WorkloadCache:
 
     def sessions(self, parts: RunParts) -> Mapping[int | str, int]:
         """Return the groups of the sessions of a workload (`session_groups`), read once."""
-        digest = self.digest(parts)
-        if digest not in self._sessions:
-            self._sessions[digest] = session_groups(parts.workload)
-        return self._sessions[digest]
+        return self.kept(parts, session_groups)
 
     def lookups(self, parts: RunParts) -> tuple[Sequence[int], Sequence[int]]:
         """Return the blocks that each request looks up, and its group of `sessions`, if any.
 
         The workload is read once. Without a clock two of its requests may have one id.
         """
-        geometry = parts.geometry
-        key = self.digest(parts), geometry.accounting, geometry.block_size
-        if key not in self._lookups:
-            blocks, groups, sessions = array("q"), array("q"), self.sessions(parts)
-            for request in parts.workload:
+        geometry, sessions = parts.geometry, self.sessions(parts)
+
+        def lookups(workload: Workload) -> tuple[Sequence[int], Sequence[int]]:
+            blocks, groups = array("q"), array("q")
+            for request in workload:
                 blocks.append(geometry.lay_out(request)[4])
                 if sessions:
                     groups.append(sessions[request.id])
-            self._lookups = {key: (blocks, groups)}
-        return self._lookups[key]
+            return blocks, groups
+
+        return self.kept(parts, lookups, geometry.accounting, geometry.block_size)
 
     def future(self, parts: RunParts) -> Future:
-        """Return the future of a workload; only the latest one is kept in memory."""
+        """Return the future of a workload."""
         geometry = parts.geometry
-        read = partial(Future.read, geometry=geometry)
-        return self.kept(parts, read, geometry.accounting, geometry.block_size)
+
+        def future(workload: Workload) -> Future:
+            return Future.read(workload, geometry)
+
+        return self.kept(parts, future, geometry.accounting, geometry.block_size)
 
     def kept(self, parts: RunParts, read: Callable[[Workload], T], *more: object) -> T:
-        """Return `read(workload)`; the latest result is kept, and `more` is part of its key."""
-        key = self.digest(parts), *more
-        if self._kept[0] != key:
-            self._kept = key, read(parts.workload)
-        kept: T = self._kept[1]
+        """Return `read(workload)`; the latest of each `read` is kept, `more` is in its key."""
+        what, key = read.__qualname__, (self.digest(parts), *more)
+        if self._kept.get(what, (None,))[0] != key:
+            self._kept[what] = key, read(parts.workload)
+        kept: T = self._kept[what][1]
         return kept
 
 
@@ -492,12 +491,12 @@ class CellRun:
 
 
 class CellRunner:
-    """Runs one task after another in one process."""
+    """The function that runs one task after another in one process."""
 
     def __init__(self, known: WorkloadCache | None = None) -> None:
         self._known = known or WorkloadCache()
 
-    def attempt(self, task: Task) -> Outcome:
+    def __call__(self, task: Task) -> Outcome:
         """Run a task; an exception becomes its outcome, so that other tasks continue."""
         begin, self._known.told = perf_counter(), []
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from socket import create_connection
 from typing import Any, Protocol, Self, TypeAlias
@@ -141,7 +141,7 @@ def attempt(sweep: str, folder: str, task: Task) -> Outcome:
     """Run a task in a worker of Ray. Paths in the task are relative to `folder`."""
     with suppress(OSError):
         os.chdir(folder)
-    return _runner(sweep).attempt(task)
+    return _runner(sweep)(task)
 
 
 @lru_cache(maxsize=1)
@@ -193,21 +193,16 @@ class Processes:
         No process outlives the generator.
         """
         jobs, tasks = cpus() if self.jobs is None else self.jobs, queue_of(tasks)
-        results = work_all(_runner_anew, tasks, jobs)
+        results = work_all(CellRunner, tasks, jobs)
         if can_fork() and tasks:
             self.known.hold(tasks[0].cell)
-            results = work_all(lambda: CellRunner(self.known).attempt, tasks, jobs, "fork")
+            results = work_all(partial(CellRunner, self.known), tasks, jobs, "fork")
         with closing(results) as done:
             for task, outcome in done:
                 if isinstance(outcome, WorkerDied):
                     yield Outcome(task.digest, None, str(outcome))
                 else:
                     yield outcome
-
-
-def _runner_anew() -> Callable[[Task], Outcome]:
-    """Return the function that runs the tasks of a new process."""
-    return CellRunner().attempt
 
 
 @attrs.frozen
@@ -224,7 +219,7 @@ class ThisProcess:
         """Yield the outcomes of `tasks`, in their order."""
         runner, tasks = CellRunner(self.known), queue_of(tasks)
         while tasks:
-            yield runner.attempt(tasks.popleft())
+            yield runner(tasks.popleft())
 
 
 def known_to(executor: Executor) -> WorkloadCache:

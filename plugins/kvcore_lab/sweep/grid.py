@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
-
-import attrs
+from typing import Any, Literal, TypeAlias
 
 from kvcore.config import RunConfig, find_workload, read_plugin, read_toml
 from kvcore.config.options import option_named, read_option, renamed
@@ -99,47 +97,29 @@ class Grid:
         return [name for name, values in self.axes.items() if len(values) > 1]
 
 
-@attrs.frozen
-class SweepFile:
-    """A sweep in TOML: options of a run, each with a value or a list, and those of the sweep.
-
-    Attributes:
-        grid: the cells.
-        out: the path of the results; None: not given.
-        jobs: number of cells at a time; None: not given.
-        executor: name of the executor; None: not given.
-    """
-
-    grid: Grid
-    out: Path | None = None
-    jobs: int | None = None
-    executor: str | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a file. Its keys are `mode`, the axes, `out`, `jobs` and `executor`.
-
-        Raises:
-            InputError: as for `read_toml` and `Grid`, or several values of a key that takes
-                one; names the file and the key.
-        """
-        # With keys of the release before, which the grid makes options of `like`.
-        types = sweep_keys() | dict.fromkeys(CHOICES, Any)
-        values = read_toml(path, types, lists=True)
-        try:
-            single = {
-                name: _single(name, values[name]) for name in ("mode", *OWN) if name in values
-            }
-            axes = {name: value for name, value in values.items() if name in (*AXES, *CHOICES)}
-            mode: Mode = single.pop("mode", "simulate")
-            return cls(Grid(mode, **axes), **single)
-        except (InputError, PluginError) as error:
-            msg = f"{path}: {error}"
-            raise type(error)(msg) from error
-
-
 OWN: Mapping[str, Any] = {"out": Path, "jobs": int, "executor": str}
 """The keys of the file of a sweep that are no axes, and their types."""
+
+
+def read_sweep(path: Path) -> tuple[Grid, dict[str, Any]]:
+    """Return the grid of a sweep in TOML, and the values of the `OWN` keys that the file has.
+
+    The others are `mode` and the axes, each with a value or a list.
+
+    Raises:
+        InputError: as for `read_toml` and `Grid`, or several values of a key that takes one;
+            names the file and the key.
+    """
+    # With keys of the release before, which the grid makes options of `like`.
+    types = sweep_keys() | dict.fromkeys(CHOICES, Any)
+    values = read_toml(path, types, lists=True)
+    try:
+        own = {n: _single(n, values[n]) for n in ("mode", *OWN) if n in values}
+        axes = {name: value for name, value in values.items() if name in (*AXES, *CHOICES)}
+        return Grid(own.pop("mode", "simulate"), **axes), own
+    except (InputError, PluginError) as error:
+        msg = f"{path}: {error}"
+        raise type(error)(msg) from error
 
 
 def sweep_keys() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from helpers.commands import error_of, json_of, stdout_of
 
 from kvcore.plugins.manager import Plugins
-from kvcore_lab.demo import WORKED_EXAMPLE
+from kvcore_lab.demo.one_head import WORKED_EXAMPLE
 
 needs_torch = pytest.mark.skipif(
     Plugins().get("generator", "transformer").unavailable() is not None, reason="needs torch"

@@ -22,7 +22,6 @@ from kvcore.request import Request
 from kvcore.serving import StepWork
 from kvcore.units import PS_PER_S
 from kvcore_lab.cli.size import size
-from kvcore_lab.report.size import size_sections
 from kvcore_plugins.cache_groups import GroupedCache
 from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_plugins.latency import Roofline
@@ -520,16 +519,3 @@ def test_figures_that_cannot_be_are_refused(text, problem):
     error = error_of("size", "llama-3-8b", "--device", text)
     assert problem in error
     assert "give such as memory=141GB,bandwidth=4.8TB,flops=989T" in error
-
-
-def test_documents_of_before_can_be_reported():
-    """A document without the server, notes and extra bytes is that of one GPU."""
-    document = report("llama-3-8b", "--device", "h200")
-    sections = size_sections(document)
-    for part, names in (
-        (document, ["server", "notes"]),
-        (document["model"], ["positions", "extra_bytes", "extra_expert_bytes"]),
-    ):
-        for name in names:
-            del part[name]
-    assert size_sections(document) == sections

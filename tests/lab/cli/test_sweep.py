@@ -12,7 +12,7 @@ from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_f
 from kvcore.config import RunConfig
 from kvcore.config.options import option_named
 from kvcore_cli import main as frame
-from kvcore_lab.sweep import axes_of
+from kvcore_lab.sweep.grid import axes_of
 
 pytestmark = pytest.mark.slow
 
