@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import attrs
 
 from kvcore.cache.pool import Ids
+from kvcore.errors import KvcoreError
+from kvcore.plugins.manager import default
 from kvcore.trace import events
 from kvcore.trace.events import violated
 from kvcore.trace.fields import EvictionDigest, encode_runs
@@ -137,3 +140,17 @@ class CacheChecker(Generic[State]):
     def _end(self, event: events.End) -> None:
         """Check that no request or sequence is open; the reader has checked its fields."""
         self.lifecycles.end(len(self.state.sequences))
+
+
+def expires(eviction: str) -> bool:
+    """Return True if an eviction policy may expire spans, or is not built in."""
+    return of_own("eviction", eviction, "expires_spans", otherwise=True)
+
+
+@cache
+def of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
+    """Return an attribute of the class of a built-in plugin; `otherwise` for any other one."""
+    try:
+        return bool(getattr(default(kind, name), attribute))
+    except KvcoreError:
+        return otherwise

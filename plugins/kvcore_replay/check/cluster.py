@@ -8,17 +8,18 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.trace import events
-from kvcore.trace.events import Event, Header, violated
+from kvcore.trace.events import Event, Header, methods_by_event, violated
 from kvcore.trace.fields import EvictionDigest
 from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
+from kvcore_replay.check.base import expires
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.pools import PoolChecker
-from kvcore_replay.check.server import TraceChecker, expires
+from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.layout import count_known
 from kvcore_replay.state.lifecycle import PREEMPTIONS
-from kvcore_replay.state.replicas import CHANGES, Replicas
+from kvcore_replay.state.replicas import CHANGES, UNPLACED, Replicas
 
 HITS = events.Hit, events.GroupHit
 
@@ -153,6 +154,8 @@ class ClusterChecker:
         self._handed = 0
         # Requests given up where they were to decode, since their prefill was lost.
         self._dropped: dict[int | str, int] = {}
+        # By lines of no replica: of a router, of the links between replicas, or END.
+        self._of_none = methods_by_event(self, *UNPLACED)
         routing = header.routing or {}
         self._scales = routing.get("autoscale") is not None
         self._failures = None
@@ -174,7 +177,7 @@ class ClusterChecker:
         """
         placed = self._placed.place(event)
         if placed is None:
-            self._apply_unplaced(event)
+            self._of_none[event.event](event)
             return
         index, line = placed
         replica = self.replicas[index]
@@ -216,24 +219,13 @@ class ClusterChecker:
             ],
         }
 
-    def _apply_unplaced(self, event: Event) -> None:
-        """Check a line of no replica: of a router, of the links between replicas, or END."""
-        if isinstance(event, events.Request):
-            self._request(event)
-        elif isinstance(event, events.Transfer):
-            self._transfer(event)
-        elif isinstance(event, events.Reject):
-            self._refuse(event)
-        elif isinstance(event, events.End):
-            self._end(event)
-
     def _request(self, event: events.Request) -> None:
         if event.id in self._known:
             violated(f"request {event.id!r} has a REQUEST line already")
         self._known.add(event.id)
         self._since[event.id] = event.t
 
-    def _refuse(self, event: events.Reject) -> None:
+    def _reject(self, event: events.Reject) -> None:
         """Check that the router may turn a request away."""
         if self._since.pop(event.request, None) is None:
             violated(f"request {event.request!r} does not wait to be routed")

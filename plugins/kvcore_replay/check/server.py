@@ -9,16 +9,13 @@ spans, tables and pins of a `CacheState`. Readers that trust a whole file, such 
 from __future__ import annotations
 
 from array import array
-from functools import cache, cached_property
 from typing import Any
 
 from kvcore.cache.pool import BlockPool, Ids
-from kvcore.errors import KvcoreError
-from kvcore.plugins.manager import default
 from kvcore.trace import events
 from kvcore.trace.events import CLUSTER_EVENTS, POOL_EVENTS, methods_by_event, violated
 from kvcore.trace.fields import encode_runs
-from kvcore_replay.check.base import CacheChecker
+from kvcore_replay.check.base import CacheChecker, expires
 from kvcore_replay.check.pool import AllocationOrder, CachedKeys
 from kvcore_replay.check.tiers import TierChecker
 from kvcore_replay.state.cache import APPLIED, TIERED, CacheState, TracedSequence, TracedSpan
@@ -69,10 +66,13 @@ class TraceChecker(CacheChecker[CacheState]):
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
         checks = methods_by_event(self, *APPLIED, "END")
-        checks |= dict.fromkeys(CLUSTER_EVENTS, self._refuse_routing)
-        checks |= dict.fromkeys(POOL_EVENTS, self._refuse_pools)
+        checks |= dict.fromkeys(CLUSTER_EVENTS, lambda _: violated("HEADER has no replicas"))
+        checks |= dict.fromkeys(
+            POOL_EVENTS, lambda _: violated("HEADER has no pools of layers")
+        )
         self._checks = checks
-        self._tiers = self._tier_checker()
+        tiers, accounts = self.state.tiers, (self.state, self._cached_keys, self.lifecycles)
+        self._tiers = None if tiers is None else TierChecker(tiers, *accounts)
 
     @property
     def pool(self) -> BlockPool:
@@ -123,20 +123,6 @@ class TraceChecker(CacheChecker[CacheState]):
         """Return the number of tokens of a prompt that would hit now. O(log keys)."""
         prompt, layout = self.state.layout.prompt(request), self.state.layout
         return min(self._cached_keys.match(prompt.keys), prompt.limit) * layout.block_size
-
-    def _tier_checker(self) -> TierChecker | None:
-        tiers = self.state.tiers
-        if tiers is None:
-            return None
-        prefix = self.state.header.plugins.get("prefix")
-        return TierChecker(
-            self.state,
-            tiers,
-            self._cached_keys,
-            self.lifecycles,
-            shares=prefix is not None and _of_own("prefix", prefix.name, "shares"),
-            expires=expires,
-        )
 
     def _request(self, event: events.Request) -> None:
         known = self.state.requests.get(event.id)
@@ -321,7 +307,7 @@ class TraceChecker(CacheChecker[CacheState]):
                 return
         self.state.prompt(event.requester)
         if event.reason == "expired":
-            if not self._expires:
+            if not expires(str(self._eviction)):
                 violated(f"eviction policy {self._eviction!r} expires nothing")
             self._expired_for = event.requester
         elif event.reason == "gone" and not self._of_engine:
@@ -341,11 +327,6 @@ class TraceChecker(CacheChecker[CacheState]):
                 f"expected; the line says by {event.by!r}, age {event.age} ns, "
                 f"{event.hits} hits"
             )
-
-    @cached_property
-    def _expires(self) -> bool:
-        """Whether the eviction policy may expire spans."""
-        return expires(str(self._eviction))
 
     def _drop(self, event: events.Drop) -> None:
         self._order.settle()
@@ -556,12 +537,6 @@ class TraceChecker(CacheChecker[CacheState]):
         if not self._caps.refuses(prompt.tokens, tokens) and need <= self.state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 
-    def _refuse_routing(self, event: Any) -> None:
-        violated("HEADER has no replicas")
-
-    def _refuse_pools(self, event: Any) -> None:
-        violated("HEADER has no pools of layers")
-
     def _refuse_early(self, name: str) -> None:
         # The blocks that a swapped sequence leaves in a tier are stored before it closes.
         if name not in TIERED or self._tiers is None or not self._tiers.swaps:
@@ -570,17 +545,3 @@ class TraceChecker(CacheChecker[CacheState]):
 
     def _refuse_unpinned(self) -> None:
         violated("forked sequences still hold blocks that are cached now, without a pin")
-
-
-def expires(eviction: str) -> bool:
-    """Return True if an eviction policy may expire spans, or is not built in."""
-    return _of_own("eviction", eviction, "expires_spans", otherwise=True)
-
-
-@cache
-def _of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
-    """Return an attribute of the class of a built-in plugin; `otherwise` for any other one."""
-    try:
-        return bool(getattr(default(kind, name), attribute))
-    except KvcoreError:
-        return otherwise
