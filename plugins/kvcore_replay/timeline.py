@@ -499,13 +499,11 @@ class TimelineBuilder:
         requests.append(row)
         times.append(now)
 
-    def _stored(self, seq: Any) -> int:
+    def _stored(self, seq: Any) -> Any:
         """Return the number of first blocks of a sequence that are committed."""
         if self.series.groups:
-            stored: int = seq.stored(self.state.groups) // self.state.header.block_size
-        else:
-            stored = seq.span.end
-        return stored
+            return seq.stored(self.state.groups) // self.state.header.block_size
+        return seq.span.end
 
     def _alloc(self, event: events.Alloc) -> None:
         row = self._row_of.get(event.seq)
@@ -535,10 +533,9 @@ class TimelineBuilder:
 
     def _preempt(self, event: events.Preempt) -> None:
         row = self._rows[event.request]
-        phase = self._current(row)
+        phase, requester = self._current(row), event.requester
         if phase is not None and not phase.waits:
             self._before[row] = phase
-        requester = event.requester
         whom = self._rows[requester] if isinstance(requester, (int, str)) else NEVER
         self._begin(row, Kind.PREEMPTED, event.t, whom)
 

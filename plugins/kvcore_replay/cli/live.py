@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from rich.console import Console
 from rich.live import Live
@@ -41,16 +41,6 @@ STYLES = {
     "free": "bright_black",
 }
 """Styles of the parts of a pool, which have letters too."""
-
-
-class Display(Protocol):
-    """Shows a live view with its progress in words: a picture, or lines."""
-
-    def due(self, view: LiveView) -> bool:
-        """Return True if it is time to draw the view again."""
-
-    def draw(self, view: LiveView, progress: str) -> None:
-        """Draw the view."""
 
 
 class Picture:
@@ -102,6 +92,10 @@ class Lines:
     def _time_after(self, view: LiveView) -> int:
         """Return the time (ns) of the first line after that of the view."""
         return view.now - view.now % self._step + self._step
+
+
+Display: TypeAlias = Picture | Lines
+"""Shows a live view with its progress in words."""
 
 
 @contextmanager
