@@ -247,7 +247,7 @@ class MissClassifier:
     def _admit(self, reasons: RequestMisses, hit: int) -> None:
         """Classify the blocks after the first `hit`, and record the prompt's keys."""
         prompt = self.state.requests[reasons.request]
-        keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
+        keys = self._shareable(prompt)
         serial, sent = len(self._admissions), 0
         for _, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
             if sender is None:
@@ -264,8 +264,8 @@ class MissClassifier:
                 losses.append(self._missed("elsewhere", first, start, replica=other))
         reasons.losses = [
             *losses,
-            *self._lost(reasons, prompt, keys, start, reach),
-            *self._rest(reasons, prompt, keys, max(sent, start), max(start, reach)),
+            *self._lost(reasons, prompt, start, reach),
+            *self._rest(reasons, prompt, max(sent, start), max(start, reach)),
         ]
         self._admissions.append(prompt)
         self._runs.append([])
@@ -275,6 +275,10 @@ class MissClassifier:
         for key in keys[max(0, full - 1) :]:
             self._ends[key] = serial, self._followed(key)[1]
         self._senders.add(keys, 0, prompt.cacheable, serial)
+
+    def _shareable(self, prompt: TracedPrompt) -> list[Any]:
+        """Return the keys of the blocks of a prompt that may be shared."""
+        return prompt.keys[: -(-prompt.cacheable // self._ratio)]
 
     def _below(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
@@ -352,17 +356,12 @@ class MissClassifier:
         self._drops.add(keys, drop.first, drop.first + drop.blocks, note)
 
     def _lost(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        hit: int,
-        reach: int,
+        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int, reach: int
     ) -> Iterator[MissSegment]:
         """Yield the missed segments of blocks that an earlier request contained."""
         if hit >= reach:
             return
-        start = hit
+        start, keys = hit, prompt.keys
         if self._shares:
             start, other = self._in_flight(reasons, prompt, hit, reach)
             if start > hit:
@@ -388,12 +387,7 @@ class MissClassifier:
         return MissSegment(category=category, first=first * self._size, tokens=tokens, **about)
 
     def _rest(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        sent: int,
-        first: int,
+        self, reasons: RequestMisses, prompt: TracedPrompt, sent: int, first: int
     ) -> Iterator[MissSegment]:
         """Yield the missed segment from block `first` on: new or uncacheable tokens.
 
@@ -404,7 +398,7 @@ class MissClassifier:
         if not tokens:
             return
         if sent < prompt.lookup:
-            yield self._compulsory(reasons, keys, sent, start)
+            yield self._compulsory(reasons, self._shareable(prompt), sent, start)
         else:
             category = "no_keys" if prompt.unkeyed else "granularity"
             yield MissSegment(category=category, first=start, tokens=tokens)

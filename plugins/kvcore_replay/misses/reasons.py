@@ -113,7 +113,7 @@ class Eviction:
     user: Id
     age: int
     hits: int
-    expired: bool
+    expired: bool = False
 
     def as_dict(self, now: int) -> dict[str, Any]:
         """Return the eviction as a JSON object; `before_s` counts back from `now` (ns)."""
