@@ -274,26 +274,17 @@ def _sharing_frames(
             text = texts[names[number]][: tokens[event.t].get(number, 0)]
             for index, block in enumerate(table):
                 words[block] = list(text[index * BLOCK : (index + 1) * BLOCK])
-        holders = {
-            block: [names[number] for number, table in tables.items() if block in table]
-            for block in range(_SHARED_POOL)
-        }
-        kinds = {
-            block: "cached" if block in shared else "private" if holders[block] else "free"
-            for block in range(_SHARED_POOL)
-        }
+        pool: list[dict[str, Any]] = []
+        for block in range(_SHARED_POOL):
+            by = [names[number] for number, table in tables.items() if block in table]
+            kind = "cached" if block in shared else "private" if by else "free"
+            held = [] if kind == "free" else words[block]
+            pool.append({"kind": kind, "by": by, "words": held})
         yield {
             "line": line,
-            "say": _sentence(event, state, names, holders, before),
+            "say": _sentence(event, state, names, [each["by"] for each in pool], before),
             "fresh": _touched(event, state),
-            "pool": [
-                {
-                    "kind": kinds[block],
-                    "by": holders[block],
-                    "words": [] if kinds[block] == "free" else words[block],
-                }
-                for block in range(_SHARED_POOL)
-            ],
+            "pool": pool,
             "tables": [
                 {
                     "name": names[number],
@@ -322,7 +313,7 @@ def _sentence(  # noqa: C901, PLR0912 - a kind of line a case
     event: Any,
     state: CacheState,
     names: Mapping[int, str],
-    holders: Mapping[int, Sequence[str]],
+    holders: Sequence[Sequence[str]],
     before: Mapping[int, int],
 ) -> str:
     """Return a trace line in words, for readers who are new to blocks.

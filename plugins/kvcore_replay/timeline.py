@@ -502,7 +502,9 @@ class TimelineBuilder:
     def _stored(self, seq: Any) -> Any:
         """Return the number of first blocks of a sequence that are committed."""
         if self.series.groups:
-            return seq.stored(self.state.groups) // self.state.header.block_size
+            pairs = zip(self.state.groups, seq.tables, strict=True)
+            tokens = max(table.stored * group.size for group, table in pairs)
+            return tokens // self.state.header.block_size
         return seq.span.end
 
     def _alloc(self, event: events.Alloc) -> None:

@@ -179,11 +179,6 @@ class GroupedSequence:
     tables: list[GroupTable]
     loading: list[list[int]] = attrs.field(factory=list)
 
-    def stored(self, groups: list[TracedGroup]) -> int:
-        """Return the number of first tokens up to which its blocks got their names."""
-        pairs = zip(groups, self.tables, strict=True)
-        return max(table.stored * group.size for group, table in pairs)
-
 
 class GroupState(TracedState[GroupedSequence]):
     """Pool, block tables and names of a traced cache of groups.
