@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from kvcore.cache.pool import Ids
+from kvcore.cache.residency import CacheStats
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.trace import events
@@ -97,7 +98,7 @@ class CacheChecker(Generic[State]):
             "rejected": lifecycles.rejected,
             "preemptions": dict(lifecycles.preemptions),
             "evictions": self.evictions.as_dict(),
-            "hit": state.hits.as_dict(),
+            "hit": hit_counts(state.hits),
             "tiers": [] if state.tiers is None else state.tiers.as_dict(),
             "header": state.header.as_dict(),
         }
@@ -140,6 +141,15 @@ class CacheChecker(Generic[State]):
     def _end(self, event: events.End) -> None:
         """Check that no request or sequence is open; the reader has checked its fields."""
         self.lifecycles.end(len(self.state.sequences))
+
+
+def hit_counts(stats: CacheStats) -> dict[str, Any]:
+    """Return lookups and hits of admissions, and the hit ratios, as a `Report` has them."""
+    counts = ("lookup_blocks", "hit_blocks", "self_hit_blocks")
+    ratios = stats.ratios()
+    return {name: getattr(stats, name) for name in counts} | {
+        "ratio": {unit: ratios[unit] for unit in ("block", "request")}
+    }
 
 
 def expires(eviction: str) -> bool:

@@ -6,17 +6,17 @@ from typing import Any
 
 import attrs
 
+from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header, methods_by_event, violated
 from kvcore.trace.fields import EvictionDigest
 from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
-from kvcore_replay.check.base import expires
+from kvcore_replay.check.base import expires, hit_counts
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.pools import PoolChecker
 from kvcore_replay.check.server import TraceChecker
-from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.layout import count_known
 from kvcore_replay.state.lifecycle import PREEMPTIONS
 from kvcore_replay.state.replicas import CHANGES, UNPLACED, Replicas
@@ -57,7 +57,7 @@ class CheckedReplica:
     finished: int = 0
     rejected: int = 0
     preemptions: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(PREEMPTIONS, 0))
-    hits: Hits = attrs.field(factory=Hits)
+    hits: CacheStats = attrs.field(factory=CacheStats)
     evictions: EvictionDigest = attrs.field(factory=EvictionDigest)
     sent: set[Any] = attrs.field(factory=set)
     handed: set[int | str] = attrs.field(factory=set)
@@ -74,11 +74,9 @@ class CheckedReplica:
         return life
 
     @property
-    def all_hits(self) -> Hits:
+    def all_hits(self) -> CacheStats:
         """Lookups and hits of all lives."""
-        hits = attrs.evolve(self.hits)
-        hits.add(self.life.state.hits)
-        return hits
+        return CacheStats.sum([self.hits, self.life.state.hits])
 
     def fail(self) -> None:
         """End the current life of the replica."""
@@ -99,7 +97,7 @@ class CheckedReplica:
             "finished": self.finished + own["finished"],
             "rejected": self.rejected + own["rejected"],
             "preemptions": _sums([self.preemptions, own["preemptions"]]),
-            "hit": self.all_hits.as_dict(),
+            "hit": hit_counts(self.all_hits),
         }
 
 
@@ -199,16 +197,14 @@ class ClusterChecker:
     def report(self) -> dict[str, Any]:
         """Return the sums over all replicas, and what each has."""
         parts = [replica.report() for replica in self.replicas]
-        hits = Hits()
-        for replica in self.replicas:
-            hits.add(replica.all_hits)
+        hits = CacheStats.sum(replica.all_hits for replica in self.replicas)
         return {
             "pool": _sums(part["pool"] for part in parts),
             "finished": sum(part["finished"] for part in parts) - self._handed,
             "rejected": self._rejected + sum(part["rejected"] for part in parts),
             "preemptions": _sums(part["preemptions"] for part in parts),
             "evictions": EvictionDigest.joined(r.evictions for r in self.replicas).as_dict(),
-            "hit": hits.as_dict(),
+            "hit": hit_counts(hits),
             "tiers": [],
             "header": self._header.as_dict(),
             "replicas": [

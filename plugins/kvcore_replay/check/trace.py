@@ -8,15 +8,16 @@ from typing import Any, NoReturn, TypeAlias
 
 import attrs
 
+from kvcore.cache.residency import CacheStats
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
 from kvcore.trace.events import unfit
 from kvcore.trace.fields import EvictionDigest
 from kvcore_plugins.traces.reader import TraceReader
+from kvcore_replay.check.base import hit_counts
 from kvcore_replay.check.cluster import ClusterChecker, server_checker
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.server import TraceChecker
-from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.lifecycle import PREEMPTIONS
 from kvcore_replay.state.replicas import ServerReader
 
@@ -202,7 +203,7 @@ replay = check_trace
 def _report(reader: TraceReader, checker: Checker | None, counts: dict[str, int]) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
     nothing: dict[str, Any] = {"preemptions": dict.fromkeys(PREEMPTIONS, 0)}
-    nothing |= {"hit": Hits().as_dict(), "evictions": EvictionDigest().as_dict()}
+    nothing |= {"hit": hit_counts(CacheStats()), "evictions": EvictionDigest().as_dict()}
     nothing |= {"pool": pool, "finished": 0, "rejected": 0, "tiers": [], "header": {}}
     return Report(
         file=str(reader.file),

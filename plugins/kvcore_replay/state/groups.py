@@ -487,7 +487,7 @@ class GroupState(TracedState[GroupedSequence]):
 
     def _admit(self, event: events.GroupHit | events.Miss, hit: int) -> GroupedSequence:
         prompt, resumed = self.prompt(event.request), bool(event.again)
-        self.hits.count(prompt.lookup, hit, resumed=resumed)
+        self.count_hit(prompt, hit, resumed=resumed)
         # Before any of the blocks is used: it is what the admission has looked up.
         limit = max(prompt.tokens - 1, 0)
         junction = self.longest(event.request, limit, self._first_kind)
