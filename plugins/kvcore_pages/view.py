@@ -51,7 +51,9 @@ def view_page(
         PluginError: plotly is not installed.
     """
     charting_library()  # That it is missing is told before traces are read.
-    names = _names([Path(file) for file in files])
+    names = [Path(file).name for file in files]
+    if len(set(names)) < len(names):
+        names = [str(file) for file in files]
     if replica is not None:
         names = [f"{name}, replica {replica}" for name in names]
     sides = []
@@ -67,11 +69,7 @@ def view_page(
         note = differences.note
         for side, blocks in zip(sides, differences.blocks, strict=False):
             side.rows["differs"] = blocks
-    notices = [
-        notice
-        for name, side in zip(names, sides, strict=True)
-        for notice in _left_out(name, side)
-    ]
+    notices = [*filter(None, map(_left_out, names, sides))]
     for notice in notices:
         notify(notice)
     about = {"title": title, "names": names, "note": note, "notices": notices, "at": at}
@@ -83,25 +81,19 @@ def view_page(
     return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
 
 
-def _left_out(name: str, side: Playback) -> Iterator[str]:
-    """Yield a notice on the part of a trace that a page lacks, if it lacks any."""
+def _left_out(name: str, side: Playback) -> str:
+    """Return a notice on the part of a trace that a page lacks; empty if it lacks none."""
     rows, times = len(side.rows["kind"]), side.rows["time"]
     if rows == side.lines:
-        return
+        return ""
     begin, end, first = times[0], sum(times), side.first_line
     total = f"{side.lines:,}; the trace ends at {side.ended / NS_PER_S:,.3f} s"
-    yield (
+    return (
         f"{name}: this page plays lines {first + 1:,} to {first + rows:,}, from "
         f"{begin / NS_PER_S:,.3f} s to {end / NS_PER_S:,.3f} s, of {total}. The pool at their "
         "begin is exact; curves, timeline and events show these lines alone. --window "
         "START:END (seconds) makes a page of another part, --events N one of more lines."
     )
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """Return short names of files, which differ if the files do."""
-    names = [file.name for file in files]
-    return names if len(set(names)) == len(names) else [str(file) for file in files]
 
 
 @attrs.frozen

@@ -258,23 +258,18 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
     if before == after or (write is not _count and isclose(before, after)):
         return SAME
     if write is _count:
-        return f"{after - before:+,}"
-    if write is share:
+        change = f"{after - before:+,}"
+    elif write is share:
         change = f"{100 * (after - before):+.1f} points"
     elif not before:
-        return NONE
-    elif after > MANY * before or before > MANY * after > 0:
-        return _factor(before, after)
+        change = NONE
+    elif after > MANY * before:
+        change = f"{format_number(after / before)} times"
+    elif before > MANY * after > 0:
+        change = f"{format_number(before / after)} times less"
     else:
         change = f"{after / before - 1:+.1%}"
     return ABOUT if change[1:] in ("0.0%", "0.0 points") else change
-
-
-def _factor(before: float, after: float) -> str:
-    """Return a change as a factor above 1."""
-    more = after > before
-    times = format_number(after / before if more else before / after)
-    return f"{times} times{'' if more else ' less'}"
 
 
 def _count(count: int) -> str:
