@@ -167,13 +167,8 @@ class GroupedPlayback(Playback):
         blocks = [block for block in state.blocks.values() if block.name is not None]
         named = [self._named[block.id] for block in blocks]
         private = [
-            [
-                block.id
-                for table in seq.tables
-                for block in table.blocks.values()
-                if block.name is None
-            ]
-            for seq in state.sequences.values()
+            [block.id for block in self._held_by(seq) if block.name is None]
+            for seq in state.sequences
         ]
         groups = [(block.id, block.group) for block in state.blocks.values()]
         return {

@@ -51,6 +51,10 @@ CURVES = ("llama-2-7b", "llama-3.1-8b", "deepseek-v3", "mistral-7b-v0.1")
 """Models whose growth is drawn: MHA, GQA, MLA, and a window in all layers."""
 
 
+SIZES = ("attention", "layers", "query_heads", "kv_heads", "head_dim", "latent")
+"""Fields of a model that the calculator has."""
+
+
 def tour_page() -> bytes:
     """Return the page. Equal installations give equal bytes. It takes a second or two.
 
@@ -127,12 +131,7 @@ def _memory() -> dict[str, Any]:
         "curves": CURVES,
         "models": {
             name: {
-                "attention": model.attention,
-                "layers": model.layers,
-                "query_heads": model.query_heads,
-                "kv_heads": model.kv_heads,
-                "head_dim": model.head_dim,
-                "latent": model.latent,
+                **{field: getattr(model, field) for field in SIZES},
                 "windows": [[w, model.windows.count(w)] for w in dict.fromkeys(model.windows)],
                 "weight_bytes": model.weight_bytes,
                 "codecs": {codec: _layout(model, codec) for codec in CODECS},

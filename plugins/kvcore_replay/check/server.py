@@ -9,6 +9,7 @@ spans, tables and pins of a `CacheState`. Readers that trust a whole file, such 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Container
 from typing import Any
 
 from kvcore.cache.pool import BlockPool, Ids
@@ -52,6 +53,8 @@ class TraceChecker(CacheChecker[CacheState]):
         self._order = AllocationOrder(header.blocks, leaves=leaves)
         self._cached_keys = CachedKeys(self._ratio)
         self._last_span = 0
+        # Pools beside that of full attention, which may evict in place of the policy.
+        self._evicting_pools: Container[str] = ()
         # The request whose call dropped expired spans last: its MISS may name that reason.
         self._expired_for: int | str | None = None
         # The least and the most blocks of a request that may hit when it returns: those that it
@@ -236,11 +239,8 @@ class TraceChecker(CacheChecker[CacheState]):
         self._must_cache_output()
         longest = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
         begin = self._begin_generated(seq, first)
-        if (
-            begin > seq.span.end
-            or end * layout.block_size > longest
-            or prompt.share is not None
-        ):
+        beyond = begin > seq.span.end or end * layout.block_size > longest
+        if beyond or prompt.share is not None:
             violated(
                 f"the blocks that request {prompt.id!r} generates are {first} to "
                 f"{longest // layout.block_size}, after all of its prompt"
@@ -314,13 +314,10 @@ class TraceChecker(CacheChecker[CacheState]):
             violated("only an engine loses blocks, and HEADER names none")
         self._order.expire(ids)
 
-    def _chooser(self, event: events.Evict) -> str | None:
-        """Return the name of what has chosen a victim."""
-        return self._eviction
-
     def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
         """Check the policy, the age and the hits in the line of a victim."""
-        age, by = event.t - span.last_access, self._chooser(event)
+        age = event.t - span.last_access
+        by = event.by if event.by in self._evicting_pools else self._eviction
         if event.by != by or event.hits != span.hits or event.age != age:
             violated(
                 f"span {span.id}: by {by!r}, age {age} ns, {span.hits} hits "

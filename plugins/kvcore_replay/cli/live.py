@@ -99,16 +99,14 @@ Display: TypeAlias = Picture | Lines
 
 
 @contextmanager
-def display(
-    file: TextIO, seconds: float = LINE_SECONDS, clock: Callable[[], float] = monotonic
-) -> Iterator[Display]:
+def display(file: TextIO, seconds: float = LINE_SECONDS) -> Iterator[Display]:
     """Open a display on `file`; a terminal is restored in any case."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not file.isatty() or console.is_dumb_terminal:
         yield Lines(file, seconds)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        yield Picture(live, clock)
+        yield Picture(live, monotonic)
 
 
 class Player:
