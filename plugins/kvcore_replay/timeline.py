@@ -16,8 +16,8 @@ import attrs
 
 from kvcore.progress import Tick, unseen
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit
-from kvcore_replay.state.cache import run_blocks
+from kvcore.trace.events import methods_by_event
+from kvcore_replay.state.cache import run_blocks, take_by
 from kvcore_replay.state.groups import GroupState, state_of
 from kvcore_replay.state.replicas import ServerReader
 
@@ -373,12 +373,7 @@ class TimelineBuilder:
         if self._returned and event.event not in UNSTEPPED:
             self._step(event.t)
         self.state.apply(event)
-        record = self._take.get(event.event)
-        if record is not None:
-            try:
-                record(event)
-            except LookupError as error:
-                raise unfit(error) from error
+        take_by(self._take, event)
 
     def end(self) -> None:
         """Add the last row, and end the current phases: no event follows."""

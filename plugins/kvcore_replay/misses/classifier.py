@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import attrs
 
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit
+from kvcore.trace.events import methods_by_event
 from kvcore_replay.belady import belady
 from kvcore_replay.misses.reasons import (
     EVICTED,
@@ -22,7 +22,7 @@ from kvcore_replay.misses.reasons import (
     RequestMisses,
     TierDrop,
 )
-from kvcore_replay.state.cache import CacheState, TracedSpan, path
+from kvcore_replay.state.cache import CacheState, TracedSpan, path, take_by
 from kvcore_replay.state.groups import GroupState
 from kvcore_replay.state.layout import TracedPrompt
 
@@ -133,13 +133,8 @@ class MissClassifier:
         """
         if victim is not None:
             self._evict(event, *victim)  # type: ignore[arg-type]
-            return
-        record = self._take.get(event.event)
-        if record is not None:
-            try:
-                record(event)
-            except LookupError as error:
-                raise unfit(error) from error
+        else:
+            take_by(self._take, event)
 
     def judge(self) -> None:
         """Divide evicted segments into capacity and policy misses, after the last line.

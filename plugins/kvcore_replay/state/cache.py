@@ -7,7 +7,7 @@ checks that the events are possible, whatever the digest is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -139,6 +139,20 @@ def path(span: TracedSpan) -> Iterator[TracedSpan]:
         span = span.parent
 
 
+def take_by(methods: Mapping[str, Callable[[Any], object]], event: events.Event) -> None:
+    """Call the method for the kind of an event, if there is one.
+
+    Raises:
+        ViolationError: the event names what there is not.
+    """
+    method = methods.get(event.event)
+    if method is not None:
+        try:
+            method(event)
+        except (LookupError, ArithmeticError) as error:
+            raise unfit(error) from error
+
+
 Opened = TypeVar("Opened")
 
 
@@ -162,15 +176,6 @@ class TracedState(Generic[Opened]):
         self._runs: list[tuple[int, int]] = []
         self._ids = array("i")
         self._apply: dict[str, Callable[[Any], None]] = {}
-
-    def _apply_line(self, event: events.Event) -> None:
-        """Apply an event, if one of its kind changes this state."""
-        apply = self._apply.get(event.event)
-        if apply is not None:
-            try:
-                apply(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
 
     def sequence(self, serial: int) -> Opened:
         """Return the sequence of that id.
@@ -275,7 +280,7 @@ class CacheState(TracedState[TracedSequence]):
             self._most_work = WORK + WORK_OF_LINE * event.n
             if self._work > self._most_work:
                 violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
-        self._apply_line(event)
+        take_by(self._apply, event)
         if self.private < 0 or self.cached < 0:
             violated("more blocks become free than are in use")
 

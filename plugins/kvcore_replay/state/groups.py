@@ -30,7 +30,7 @@ from kvcore.cache.pool import Ids
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, violated
 from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
-from kvcore_replay.state.cache import CacheState, TracedState
+from kvcore_replay.state.cache import CacheState, TracedState, take_by
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 from kvcore_replay.state.pools import PoolState
@@ -277,7 +277,7 @@ class GroupState(TracedState[GroupedSequence]):
                 trace is beyond a limit.
         """
         self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n + _STEPS_OF_KEY * self._keys
-        self._apply_line(event)
+        take_by(self._apply, event)
 
     def prompt_in(self, group: TracedGroup, request: int | str) -> TracedPrompt:
         """Return the prompt of a request in blocks of `group`."""
