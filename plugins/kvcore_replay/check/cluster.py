@@ -18,7 +18,6 @@ from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.pools import PoolChecker
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.state.layout import count_known
-from kvcore_replay.state.lifecycle import PREEMPTIONS
 from kvcore_replay.state.replicas import CHANGES, UNPLACED, Replicas
 
 HITS = events.Hit, events.GroupHit
@@ -42,9 +41,9 @@ class CheckedReplica:
     Attributes:
         header: HEADER of the replica alone.
         leaving: whether it gets no more requests, and stops when all of its own have ended.
-        failures: how often it failed, or stopped.
         routed, evictions: counts of all lives.
-        finished, rejected, preemptions, hits: counts of the earlier lives.
+        ended: the reports of the earlier lives, after which it failed, or stopped.
+        hits: lookups and hits of these.
         sent: keys of the requests that were routed to it in this life, and of the blocks
             that they generated.
         handed: requests that it has prefilled in this life, and that another one decodes.
@@ -52,11 +51,8 @@ class CheckedReplica:
 
     header: Header
     leaving: bool = False
-    failures: int = 0
     routed: int = 0
-    finished: int = 0
-    rejected: int = 0
-    preemptions: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(PREEMPTIONS, 0))
+    ended: list[dict[str, Any]] = attrs.field(factory=list)
     hits: CacheStats = attrs.field(factory=CacheStats)
     evictions: EvictionDigest = attrs.field(factory=EvictionDigest)
     sent: set[Any] = attrs.field(factory=set)
@@ -80,23 +76,19 @@ class CheckedReplica:
 
     def fail(self) -> None:
         """End the current life of the replica."""
-        lifecycles = self.life.lifecycles
-        self.finished += lifecycles.finished
-        self.rejected += lifecycles.rejected
-        self.preemptions = _sums([self.preemptions, lifecycles.preemptions])
+        self.ended.append(self.life.report())
         self.hits = self.all_hits
         self._life, self.leaving = None, False
-        self.failures += 1
         self.sent.clear()
         self.handed.clear()
 
     def report(self) -> dict[str, Any]:
         """Return its state, and counts over all lives, in the form of a server's report."""
-        own = self.life.report()
-        return own | {
-            "finished": self.finished + own["finished"],
-            "rejected": self.rejected + own["rejected"],
-            "preemptions": _sums([self.preemptions, own["preemptions"]]),
+        lives = [*self.ended, self.life.report()]
+        return lives[-1] | {
+            "finished": sum(life["finished"] for life in lives),
+            "rejected": sum(life["rejected"] for life in lives),
+            "preemptions": _sums(life["preemptions"] for life in lives),
             "hit": hit_counts(self.all_hits),
         }
 
@@ -208,7 +200,7 @@ class ClusterChecker:
             "tiers": [],
             "header": self._header.as_dict(),
             "replicas": [
-                {"replica": index, "up": self._up[index], "failures": replica.failures}
+                {"replica": index, "up": self._up[index], "failures": len(replica.ended)}
                 | {"routed": replica.routed}
                 | {name: value for name, value in part.items() if name != "header"}
                 for index, (replica, part) in enumerate(zip(self.replicas, parts, strict=True))
