@@ -156,10 +156,6 @@ class Prompts:
     when: array[int] = attrs.field(factory=_column)
     _first: dict[Any, int] = attrs.field(factory=dict, init=False)
 
-    def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
-        """Append a request. O(log keys) in Python, and O(keys) in C."""
-        self.arrive(self._append(prompt), prompt, output, ratio)
-
     def announce(self, prompt: TracedPrompt, ratio: int) -> None:
         """Append a request that is yet to arrive, of whose prompt the first keys are known.
 
@@ -169,7 +165,12 @@ class Prompts:
         self._share(self._append(prompt), prompt.keys, ratio)
 
     def arrive(self, request: int, prompt: TracedPrompt, output: int, ratio: int) -> None:
-        """Record the whole prompt of a request that was announced."""
+        """Record the whole prompt of a request, which may have been announced.
+
+        O(log keys) in Python, and O(keys) in C.
+        """
+        if request == len(self.ids):
+            self._append(prompt)
         keys = prompt.keys
         self.tokens[request], self.output[request] = prompt.tokens, output
         self.lookup[request] = prompt.lookup
@@ -516,13 +517,10 @@ class Playback:
     _header = _end = _row
 
     def _request(self, event: events.Request) -> None:
-        request = self._numbers.get(event.id)
+        # It has a number if it was announced by a PREFETCH.
+        request = self._numbers.setdefault(event.id, len(self._numbers))
         prompt = self._state.requests[event.id]
-        if request is None:
-            request = self._numbers[event.id] = len(self._numbers)
-            self.prompts.add(prompt, event.output, self.ratio)
-        else:  # announced by a PREFETCH
-            self.prompts.arrive(request, prompt, event.output, self.ratio)
+        self.prompts.arrive(request, prompt, event.output, self.ratio)
         if (shared := self.prompts.shared[request] // self.ratio) > 0:
             # Equal keys are one object: others would take most of the memory.
             leader = self._state.requests[self.prompts.ids[self.prompts.leader[request]]]
@@ -660,7 +658,7 @@ class Playback:
     def _recover(self, event: events.Recover) -> None:
         request = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
-        self.prompts.add(prompt, 0, self.ratio)
+        self.prompts.arrive(request, prompt, 0, self.ratio)
         self._store(event, request)
         self._row(event, request, self._tiers[event.tier], event.first, event.blocks)
 

@@ -427,9 +427,7 @@ class Run(Result):
                 {label: run.samples.get(name, []) for label, run in by_label.items()},
             )
         yield from _pools(by_label)
-        yield from _over_traces(
-            {label: run.trace for label, run in by_label.items() if run.trace}
-        )
+        yield from _over_traces(traced)
 
 
 def _verdicts(outcomes: Sequence[RunSummary], labels: Sequence[str]) -> Iterator[str]:
@@ -591,9 +589,8 @@ def _over_traces(traces: Mapping[str, RecordedTrace]) -> Iterator[Part]:
         [header, *(f"{n:,}" for n in numbers)]
         for header, *numbers in zip(headers, *tokens.values(), strict=True)
     ]
-    yield from table(
-        "Prompt tokens that hit, and that missed by the reason", ["", *misses], rows
-    )
+    title = "Prompt tokens that hit, and that missed by the reason"
+    yield from table(title, ["", *misses], rows)
 
 
 def _tokens(summary: Summary, category: str) -> int:

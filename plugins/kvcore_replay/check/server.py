@@ -9,7 +9,7 @@ spans, tables and pins of a `CacheState`. Readers that trust a whole file, such 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 from kvcore.cache.pool import BlockPool, Ids
@@ -68,12 +68,11 @@ class TraceChecker(CacheChecker[CacheState]):
         # Event, sequence and reason that the next line must have; and this one.
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
-        checks = methods_by_event(self, *APPLIED, "END")
-        checks |= dict.fromkeys(CLUSTER_EVENTS, lambda _: violated("HEADER has no replicas"))
-        checks |= dict.fromkeys(
-            POOL_EVENTS, lambda _: violated("HEADER has no pools of layers")
-        )
-        self._checks = checks
+        self._checks: dict[str, Callable[[Any], object]] = {
+            **methods_by_event(self, *APPLIED, "END"),
+            **dict.fromkeys(CLUSTER_EVENTS, lambda _: violated("HEADER has no replicas")),
+            **dict.fromkeys(POOL_EVENTS, lambda _: violated("HEADER has no pools of layers")),
+        }
         tiers, accounts = self.state.tiers, (self.state, self._cached_keys, self.lifecycles)
         self._tiers = None if tiers is None else TierChecker(tiers, *accounts)
 
