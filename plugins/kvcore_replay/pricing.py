@@ -112,10 +112,6 @@ class PriceModel:
         ends = f", up to {self.breakpoints} breakpoints" if self.breakpoints else ""
         return f"{shortest}{steps}{ends}, for {format_seconds(self.ttl)} after their last use"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return attrs.asdict(self)
-
 
 KEYS: Mapping[str, Callable[[str], float]] = {
     **dict.fromkeys(("input", "output", "cached", "write", "write_1h", "ttl"), float),

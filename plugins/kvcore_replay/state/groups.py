@@ -314,15 +314,12 @@ class GroupState(TracedState[GroupedSequence]):
         ]
         return min(max(prompt.tokens - 1, 0), *named) // size * size
 
-    def oldest(self, request: int | str, group: TracedGroup, position: int) -> TracedBlock:
-        """Return the block that a request hits in `group` at a position."""
+    def copies(
+        self, request: int | str, group: TracedGroup, position: int
+    ) -> list[TracedBlock]:
+        """Return the blocks that a request can hit in `group` at a position, oldest first."""
         name = name_of(self._prompts[request][group.index], group, position)
-        return self.names[group.index][name][0]
-
-    def has_name(self, request: int | str, group: TracedGroup, position: int) -> bool:
-        """Return True if a block has the name of that of a request at a position."""
-        prompt = self._prompts[request][group.index]
-        return name_of(prompt, group, position) in self.names[group.index]
+        return self.names[group.index].get(name, [])
 
     def places(
         self, event: events.Offload | events.LoadStart | events.Load | events.Discard
@@ -476,8 +473,7 @@ class GroupState(TracedState[GroupedSequence]):
             table.first, table.end = group.passed(tokens), tokens // group.size
             table.stored = table.end
             for position in range(table.first, table.end):
-                block = names[name_of(prompt, group, position)][0]
-                table.blocks[position] = block
+                block = table.blocks[position] = names[name_of(prompt, group, position)][0]
                 self._hold(block, seq, event.t)
 
     def _miss(self, event: events.Miss) -> None:
