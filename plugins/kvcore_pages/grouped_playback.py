@@ -24,23 +24,17 @@ from __future__ import annotations
 
 import os
 from array import array
-from typing import Any
+from typing import Any, ClassVar
 
-from kvcore.progress import Tick, unseen
 from kvcore.trace import events
 from kvcore_pages.playback import (
     DROPPED,
     FREED,
-    KIND,
     NONE,
-    WHOLE,
     WORDS,
     EvictedContent,
     Playback,
-    Window,
 )
-from kvcore_replay.check.groups import GroupChecker
-from kvcore_replay.misses.groups import GroupMisses
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.state.groups import TracedBlock
 from kvcore_replay.state.replicas import ServerReader
@@ -52,39 +46,18 @@ class GroupedPlayback(Playback):
     """The rows of a trace of cache groups, which is checked while it is read."""
 
     PREPARED = ("EVICT", "LOAD_START", "FREE")
-
-    _checker: Any
-    _state: Any
-
-    @classmethod
-    def read(
-        cls,
-        file: str | os.PathLike[str],
-        tick: Tick = unseen,
-        window: Window = WHOLE,
-        replica: int | str | None = None,
-        *,
-        compared: bool = True,
-    ) -> Playback:
-        """Return the playback of a trace, of cache groups if it has some."""
-        header = next(iter(ServerReader(file, replica)), None)
-        grouped = getattr(header, "cache_groups", None)
-        return (cls if grouped else Playback)(file, tick, window, replica, compared=compared)
+    STRUCTS: ClassVar = {**events.EVENTS, **events.GROUPED_EVENTS}
+    words: ClassVar = WORDS | {"committed": NAMED}
 
     def _start(self, header: events.Header, checker: Any) -> None:
-        """Prepare for the lines after HEADER."""
-        assert isinstance(checker, GroupChecker)
+        """Prepare for the lines after HEADER: check them, and find the reasons of misses."""
         # By block, the number of the request that named it, its position, when, and its name.
         self._named: dict[int, tuple[int, int, int, Any]] = {}
         self._ids = array("i")
         self._row_ends = array("i")
         self._given_back: list[TracedBlock] = []
         self._before_load: list[TracedBlock] = []
-        self._tiers = {tier.tier: index for index, tier in enumerate(header.tiers or ())}
-        self._begin(header, checker, GroupMisses(header, checker.state))
-        structs = {**events.EVENTS, **events.GROUPED_EVENTS}
-        self._set_kinds({name: structs[name] for name in KIND if name in structs})
-        self._row(header)
+        super()._start(header, checker)
 
     def _prepare(self, event: Any) -> None:
         """Record what an event evicts, gives back or adds to, before it is applied."""
@@ -162,7 +135,7 @@ class GroupedPlayback(Playback):
         named = [block.id for block in self._given_back if block.name is not None]
         free = self._state.ids(event.runs).tolist()
         if event.reason == "close":
-            del self._lives.opened[event.seq]
+            del self._opened[event.seq]
         group = event.group if isinstance(event.group, int) else NONE
         values = event.seq, FREED.index(event.reason), group
         owner = self._of_sequence[event.seq]
@@ -194,13 +167,8 @@ class GroupedPlayback(Playback):
         blocks = [block for block in state.blocks.values() if block.name is not None]
         named = [self._named[block.id] for block in blocks]
         private = [
-            [
-                block.id
-                for table in seq.tables
-                for block in table.blocks.values()
-                if block.name is None
-            ]
-            for seq in state.sequences.values()
+            [block.id for block in self._held_by(seq) if block.name is None]
+            for seq in state.sequences
         ]
         groups = [(block.id, block.group) for block in state.blocks.values()]
         return {
@@ -220,7 +188,7 @@ class GroupedPlayback(Playback):
                 "request": [self._of_sequence[seq] for seq in state.sequences],
                 "span": [NONE] * len(private),
                 "ids": private,
-                "opened": [self._lives.opened[seq] for seq in state.sequences],
+                "opened": [self._opened[seq] for seq in state.sequences],
                 "again": [seq.resumed for seq in state.sequences.values()],
             },
             "freed": [],
@@ -235,11 +203,6 @@ class GroupedPlayback(Playback):
             "groups": groups,
         }
 
-    @property
-    def words(self) -> dict[str, tuple[str, ...]]:
-        """The words for numbers in columns."""
-        return WORDS | {"committed": NAMED, "freed": FREED}
-
     def columns(self) -> dict[str, bytearray]:
         """Return the rows with the ids of their blocks, and numbers of the requests."""
         rows = len(self.rows["kind"])
@@ -248,3 +211,9 @@ class GroupedPlayback(Playback):
         self.rows["ends"] = self._row_ends
         self.rows["moved"] = self._ids[: self._row_ends[-1]]
         return super().columns()
+
+
+def playback_of(file: str | os.PathLike[str], replica: int | str | None) -> type[Playback]:
+    """Return the kind of playback of a trace: of cache groups if it has some."""
+    header = next(iter(ServerReader(file, replica)), None)
+    return GroupedPlayback if getattr(header, "cache_groups", None) else Playback

@@ -34,9 +34,7 @@ from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore_cli.report.tables import setup
-from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import CheckedReader, refuse
-from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.explain import server_misses
 from kvcore_replay.misses.reasons import Explanation
 from kvcore_replay.report.misses import RequestReport
@@ -158,10 +156,6 @@ class Prompts:
     when: array[int] = attrs.field(factory=_column)
     _first: dict[Any, int] = attrs.field(factory=dict, init=False)
 
-    def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
-        """Append a request. O(log keys) in Python, and O(keys) in C."""
-        self.arrive(self._append(prompt), prompt, output, ratio)
-
     def announce(self, prompt: TracedPrompt, ratio: int) -> None:
         """Append a request that is yet to arrive, of whose prompt the first keys are known.
 
@@ -171,7 +165,12 @@ class Prompts:
         self._share(self._append(prompt), prompt.keys, ratio)
 
     def arrive(self, request: int, prompt: TracedPrompt, output: int, ratio: int) -> None:
-        """Record the whole prompt of a request that was announced."""
+        """Record the whole prompt of a request, which may have been announced.
+
+        O(log keys) in Python, and O(keys) in C.
+        """
+        if request == len(self.ids):
+            self._append(prompt)
         keys = prompt.keys
         self.tokens[request], self.output[request] = prompt.tokens, output
         self.lookup[request] = prompt.lookup
@@ -221,35 +220,10 @@ class Prompts:
         """Return the request that first had the block of a key."""
         return self._first[key]
 
-    def extend(self, request: int, keys: Iterable[Any], blocks: int) -> None:
-        """Record keys of blocks that a request generated, and how many blocks have one now."""
-        self.blocks[request] = blocks
-        self.name(request, keys)
-
     def name(self, request: int, keys: Iterable[Any]) -> None:
         """Record that a request has the blocks of `keys`, of those that no earlier one has."""
         for key in keys:
             self._first.setdefault(key, request)
-
-
-@attrs.define
-class Lives:
-    """How far requests are, by number, of which the state of the cache does not tell.
-
-    Attributes:
-        answered: those that had their first token.
-        waits: those that wait, and whether they were preempted.
-        opened: by open sequence, when that was (ns).
-    """
-
-    answered: set[int] = attrs.field(factory=set)
-    waits: dict[int, bool] = attrs.field(factory=dict)
-    opened: dict[int, int] = attrs.field(factory=dict)
-
-    def told(self, there: Iterable[int]) -> dict[str, Any]:
-        """Return it as a JSON value, of the requests `there` and of those that wait."""
-        answered = sorted(self.answered & {*there, *self.waits})
-        return {"answered": answered, "waiting": list(self.waits.items())}
 
 
 @attrs.frozen
@@ -304,10 +278,20 @@ class Playback:
         evicted: contents that EVICT lines in the window removed, in their order; none if
             it is not to be compared.
         explanation: the reasons of misses.
+        words: the words for numbers in columns.
     """
 
     PREPARED: ClassVar[tuple[str, ...]] = ("EVICT",)
     """Events of which `_prepare` has to know what was before them."""
+
+    # EVICT of scope `sequence`, where a retention policy drops private blocks, has a Struct of
+    # its own, and so rows of their own kind. (DROP, of a tier, is `Discard`.)
+    STRUCTS: ClassVar[Mapping[str, type[events.Event]]] = events.EVENTS | {
+        "FORGET": events.Drop
+    }
+    """The Structs of the trace by the kinds of their rows."""
+
+    words: ClassVar[Mapping[str, tuple[str, ...]]] = WORDS
 
     def __init__(
         self,
@@ -341,9 +325,13 @@ class Playback:
         self._before = 0  # time (ns) of the last row
         self._numbers: dict[int | str, int] = {}
         self._of_sequence: dict[int, int] = {}
-        # Facts that the state of sequences and spans lacks: lives, and requests that stored.
+        # Facts that the state of the cache lacks: by span, the request that stored it, and when
+        # (ns); by open sequence, when it was opened (ns); and of requests those that had their
+        # first token, and those that wait, with whether they were preempted.
         self._stored: dict[int, tuple[int, int]] = {}
-        self._lives = Lives()
+        self._opened: dict[int, int] = {}
+        self._answered: set[int] = set()
+        self._waits: dict[int, bool] = {}
         self._read(reader, tick)
         self._must_be_shown(reader)
         self._inquest.judge()
@@ -400,51 +388,39 @@ class Playback:
             if column.typecode == "q" and not -MOST < min(column) <= max(column) < MOST:
                 reader.fail(f"{name} {beyond}")
 
-    def _start(self, header: events.Header, checker: TraceChecker) -> None:
-        """Prepare for the lines after HEADER."""
-        assert isinstance(checker, TraceChecker)  # the reader yields one server's lines
-        self._begin(header, checker, server_misses(header, checker.state))
+    def _start(self, header: events.Header, checker: Any) -> None:
+        """Prepare for the lines after HEADER: check them, and find the reasons of misses."""
+        self._checker, self._state = checker, checker.state
+        self._inquest = server_misses(header, checker.state)
+        self.header: dict[str, Any] = header.as_dict()
+        self.ratio: int = checker.state.layout.ratio
+        checker.digests = False  # of its report, which no page has
         names = [tier["tier"] for tier in self.header.get("tiers", ())]
         self._tiers = {name: index for index, name in enumerate(names)}
         # By tier and owner of the content, the position after the last block in the tier.
         self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
-        # EVICT of scope `sequence`, where a retention policy drops private blocks, has a Struct
-        # of its own, and so rows of their own kind. (DROP, of a tier, is `Discard`.)
-        structs = events.EVENTS | {"FORGET": events.Drop}
-        self._set_kinds({name: structs[name] for name in KIND})
-        self._row(header)
-
-    def _begin(self, header: events.Header, checker: Any, inquest: MissClassifier) -> None:
-        """Store the check of the trace, and what finds the reasons of misses."""
-        self._checker, self._state, self._inquest = checker, checker.state, inquest
-        self.header: dict[str, Any] = header.as_dict()
-        self.ratio: int = checker.state.layout.ratio
-        checker.digests = False  # of its report, which no page has
-
-    def _set_kinds(self, structs: dict[str, type[events.Event]]) -> None:
-        """Store the Structs of the trace by the kinds of their rows."""
+        structs = {name: self.STRUCTS[name] for name in KIND if name in self.STRUCTS}
         self._kinds = {struct: KIND[name] for name, struct in structs.items()}
         self._evict_type = structs.pop("EVICT")
         methods = methods_by_event(self, *structs)
         self._record = {structs[name]: method for name, method in methods.items()}
+        self._row(header)
 
     def _prepare(self, event: Any) -> Any:
         """Return what an event evicts, before it is applied."""
         return self._inquest.before(event)
-
-    @property
-    def words(self) -> dict[str, tuple[str, ...]]:
-        """The words for numbers in columns."""
-        return WORDS
 
     def _turn(self, event: events.Event) -> None:
         """Start or stop keeping rows, before the first line of a moment."""
         self.ended, window = event.t, self._window
         if self._stage == "before" and event.t >= window.start:
             self._stage, self.first_line, self._before = "inside", event.n, 0
-            there = map(self._of_sequence.__getitem__, self._lives.opened)
-            self.opening = self._snapshot() | self._lives.told(there)
-            self.opening["numbers"] = len(self._numbers)
+            there = map(self._of_sequence.__getitem__, self._opened)
+            self.opening = self._snapshot() | {
+                "answered": sorted(self._answered & {*there, *self._waits}),
+                "waiting": list(self._waits.items()),
+                "numbers": len(self._numbers),
+            }
         if self._stage != "inside":
             return
         rows = self._count
@@ -494,7 +470,7 @@ class Playback:
             "request": [self._of_sequence[seq.id] for seq in open_ones],
             "span": [seq.span.id for seq in open_ones],
             "ids": [seq.private.tolist() for seq in open_ones],
-            "opened": [self._lives.opened[seq.id] for seq in open_ones],
+            "opened": [self._opened[seq.id] for seq in open_ones],
         }
         tiers = () if state.tiers is None else state.tiers.levels.values()
         return {
@@ -538,38 +514,32 @@ class Playback:
             self._flat.frombytes(row)
         self._before = now
 
-    def _plain(self, event: Any) -> None:
-        self._row(event)
-
-    _header = _end = _plain
+    _header = _end = _row
 
     def _request(self, event: events.Request) -> None:
-        request = self._numbers.get(event.id)
+        # It has a number if it was announced by a PREFETCH.
+        request = self._numbers.setdefault(event.id, len(self._numbers))
         prompt = self._state.requests[event.id]
-        if request is None:
-            request = self._numbers[event.id] = len(self._numbers)
-            self.prompts.add(prompt, event.output, self.ratio)
-        else:  # announced by a PREFETCH
-            self.prompts.arrive(request, prompt, event.output, self.ratio)
+        self.prompts.arrive(request, prompt, event.output, self.ratio)
         if (shared := self.prompts.shared[request] // self.ratio) > 0:
             # Equal keys are one object: others would take most of the memory.
             leader = self._state.requests[self.prompts.ids[self.prompts.leader[request]]]
             prompt.keys[:shared] = leader.keys[:shared]
-        self._lives.waits[request] = False
+        self._waits[request] = False
         self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
         request = self._numbers[event.request] = len(self._numbers)
         self.prompts.announce(self._state.requests[event.request], self.ratio)
-        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, request, event.seq, event.blocks, span)
 
     def _admit(self, event: events.Hit | events.Miss) -> int:
         """Record that a sequence is opened for a request; return the number of the request."""
         request = self._numbers[event.request]
-        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
-        self._lives.waits.pop(request, None)
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
+        self._waits.pop(request, None)
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
         return request
@@ -638,13 +608,13 @@ class Playback:
         if event.reason in ("rollback", "passed"):
             kept = len(self._state.sequences[event.seq].private)
         elif event.reason == "close":
-            del self._lives.opened[event.seq]
+            del self._opened[event.seq]
         values = event.seq, reason, kept, 0, 0, run_blocks(event.runs)
         self._row(event, self._of_sequence[event.seq], *values)
 
     def _fork(self, event: events.Fork) -> None:
         owner = self._of_sequence[event.child] = self._of_sequence[event.seq]
-        self._lives.opened[event.child] = event.t
+        self._opened[event.child] = event.t
         self._row(event, owner, event.seq, event.child)
 
     def _copy(self, event: events.Copy) -> None:
@@ -653,12 +623,12 @@ class Playback:
 
     def _first_token(self, event: events.FirstToken) -> None:
         request = self._numbers[event.request]
-        self._lives.answered.add(request)
+        self._answered.add(request)
         self._row(event, request, event.seq)
 
     def _resume(self, event: events.Resume) -> None:
         request = self._numbers[event.request]
-        self._lives.waits.pop(request, None)
+        self._waits.pop(request, None)
         self._row(event, request, event.seq)
 
     def _preempt(self, event: events.Preempt) -> None:
@@ -666,29 +636,29 @@ class Playback:
         requester = self._numbers.get(event.requester, NONE) if given else NONE  # type: ignore[arg-type]
         values = event.seq, PREEMPTED.index(event.how), requester
         request = self._numbers[event.request]
-        self._lives.waits[request] = True
+        self._waits[request] = True
         self._row(event, request, *values)
 
     def _finish(self, event: events.Finish) -> None:
         request = self._numbers[event.request]
-        self._lives.waits.pop(request, None)
+        self._waits.pop(request, None)
         self._row(event, request, event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
         request, prompt = self._numbers[event.request], self._state.requests[event.request]
-        blocks = prompt.cacheable * self.ratio
-        self.prompts.extend(request, event.keys, blocks)
+        self.prompts.blocks[request] = prompt.cacheable * self.ratio
+        self.prompts.name(request, event.keys)
         self._row(event, request)
 
     def _reject(self, event: events.Reject) -> None:
         request = self._numbers[event.request]
-        self._lives.waits.pop(request, None)
+        self._waits.pop(request, None)
         self._row(event, request)
 
     def _recover(self, event: events.Recover) -> None:
         request = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
-        self.prompts.add(prompt, 0, self.ratio)
+        self.prompts.arrive(request, prompt, 0, self.ratio)
         self._store(event, request)
         self._row(event, request, self._tiers[event.tier], event.first, event.blocks)
 
@@ -705,15 +675,12 @@ class Playback:
             self._store(event, request)
         self._row(event, request, *values, age=event.done - event.t)
 
-    def _load_start(self, event: events.LoadStart) -> None:
-        self._move(event, event.done - event.t)
-
-    def _load(self, event: events.Load) -> None:
-        self._move(event, 0)
-
-    def _move(self, event: events.LoadStart | events.Load, age: int) -> None:
+    def _load_start(self, event: events.LoadStart | events.Load) -> None:
         values = self._tiers[event.tier], event.first, event.blocks, event.seq
+        age = event.done - event.t if isinstance(event, events.LoadStart) else 0
         self._row(event, self._numbers[event.request], *values, age=age)
+
+    _load = _load_start
 
     def _drop(self, event: events.Discard) -> None:
         reason = DROPPED.index(event.reason)
@@ -774,12 +741,9 @@ class Playback:
         explained = [requests.get(request) for request in prompts.ids]
         size = self.header["block_size"]
         columns = {name: getattr(prompts, name) for name in PROMPT_COLUMNS}
-        columns["hit"] = array(
-            "q", [request.hit // size if request else 0 for request in explained]
-        )
-        columns["optimum"] = array(
-            "q", [request.optimum // size if request else 0 for request in explained]
-        )
+        for name in ("hit", "optimum"):
+            tokens = (getattr(request, name) if request else 0 for request in explained)
+            columns[name] = array("q", [count // size for count in tokens])
         return {"rows": pack(self.rows), "requests": pack(columns)}
 
 

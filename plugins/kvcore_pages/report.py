@@ -205,11 +205,8 @@ def _parsed(file: Path) -> Document:
     try:
         document = parse_json(text)
     except ValueError as error:
-        first = _first_line(text)
-        if isinstance(first, dict):
-            msg = f"{file}: {_told(first)}"
-        else:
-            msg = f"{file}: no whole JSON document ({error}): write it again"
+        why, first = f"no whole JSON document ({error}): write it again", _first_line(text)
+        msg = f"{file}: {_told(first) if isinstance(first, dict) else why}"
         raise InputError(msg) from error
     if not isinstance(document, dict):
         msg = f"{file}: JSON, but no object; {NEEDED}"
@@ -358,12 +355,9 @@ def _document(
 def _labels(paths: Sequence[str]) -> list[str]:
     """Return the shortest distinct ends of paths; a repeated path gets the next free number."""
     parts = [Path(path).parts or (path,) for path in paths]
-    labels = [*paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        ends = [str(Path(*path[-length:])) for path in parts]
-        if len(set(ends)) == len(set(paths)):
-            labels = ends
-            break
+    lengths = range(1, max(map(len, parts), default=0) + 1)
+    ends = ([str(Path(*path[-length:])) for path in parts] for length in lengths)
+    labels = next((each for each in ends if len(set(each)) == len(set(paths))), [*paths])
     distinct: list[str] = []
     for label in labels:
         numbered = (f"{label} ({number})" for number in count(2))

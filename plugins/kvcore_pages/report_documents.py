@@ -7,8 +7,10 @@ result again.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -18,7 +20,7 @@ from kvcore.errors import InputError
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_seconds
-from kvcore_cli.report.tables import NONE, counted, nanoseconds, share
+from kvcore_cli.report.tables import NONE, cell, counted, nanoseconds, share
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.curves.plane import Plane, PlanePoint
@@ -152,10 +154,11 @@ class DocumentResult(Result):
 
 def _first(kind: type[T], documents: Iterable[DocumentResult]) -> list[T]:
     """Return the first section of a class in each document that has one."""
-    first_parts = [
-        [part for part in document.content if isinstance(part, kind)] for document in documents
-    ]
-    return [parts[0] for parts in first_parts if parts]
+    firsts = (
+        next((part for part in document.content if isinstance(part, kind)), None)
+        for document in documents
+    )
+    return [part for part in firsts if part is not None]
 
 
 def _side_by_side(panels: Sequence[Panel], labels: Sequence[str]) -> Iterator[Part]:
@@ -168,21 +171,16 @@ def _side_by_side(panels: Sequence[Panel], labels: Sequence[str]) -> Iterator[Pa
     ]
     about = f"By {POOL}, in all results."
     yield from chart(HITS, about, Axis(POOL, log=True), Axis(panels[0].label, "%"), lines)
-    hits = [
-        {
-            (name, blocks): ratio
-            for name, points in panel.lines.items()
-            for blocks, ratio in points
-        }
-        for panel in panels
-    ]
+    hits: defaultdict[tuple[str, float], list[float | None]]
+    hits = defaultdict(lambda: [None] * len(panels))
+    for result, panel in enumerate(panels):
+        for name, points in panel.lines.items():
+            for blocks, ratio in points:
+                hits[name, blocks][result] = ratio
     rows = []
-    for key in dict.fromkeys(key for ratios in hits for key in ratios):
-        first, *others = [ratios.get(key) for ratios in hits]
-        cells = [key[0], f"{key[1]:,}", share(first)]
-        for other in others:
-            cells += [share(other), change_text(first, other, share)]
-        rows.append(cells)
+    for (name, blocks), (first, *others) in hits.items():
+        changes = ((share(other), change_text(first, other, share)) for other in others)
+        rows.append([name, f"{blocks:,}", share(first), *chain.from_iterable(changes)])
     headers = ["eviction", "blocks", *against(labels)]
     yield from table("Hits by policy and pool size", headers, rows)
 
@@ -199,12 +197,12 @@ def _layout(document: Document, block_size: int) -> Any:
     memory = document.get("memory")
     if memory is None:
         return None
-    fields = ("codec", "bytes_per_block")
     return SimpleNamespace(
         block_size=block_size,
         model=SimpleNamespace(name=memory["model"]),
         pool_note=memory.get("note", ""),
-        **{name: memory[name] for name in fields},
+        codec=memory["codec"],
+        bytes_per_block=memory["bytes_per_block"],
     )
 
 
@@ -302,23 +300,18 @@ def _regret(comparison: Comparison) -> Iterator[Part]:
 
 @_form("curves infinite workload", "Hit curves", "Hits by pool size and policy", HITS)
 def _curves(document: Document) -> Content:
-    def points(curve: Document, name: str) -> list[int]:
-        return [point[name] for point in curve["points"]]
+    def points(curve: Document) -> dict[str, list[int]]:
+        names = "blocks", "hit_blocks"
+        return {name: [point[name] for point in curve["points"]] for name in names}
 
-    source, size = document["workload"], document["block_size"]
     curves = _read(
         Curves,
         document | document["infinite"],
-        workload=Source(**source),
+        workload=Source(**document["workload"]),
         accounting=document["count"],
-        curves=[
-            _read(
-                Curve, curve, **{name: points(curve, name) for name in ("blocks", "hit_blocks")}
-            )
-            for curve in document["curves"]
-        ],
+        curves=[_read(Curve, curve, **points(curve)) for curve in document["curves"]],
     )
-    report = CurvesReport(curves, _layout(document, size))
+    report = CurvesReport(curves, _layout(document, document["block_size"]))
     yield from _over_blocks(report.sections)
     if report.empty:
         return
@@ -344,42 +337,29 @@ def _plane(document: Document) -> Content:
     yield from again(recorded(document, "--json"))
 
 
-@attrs.frozen
-class SeenGrid:
-    """The grid of a sweep, found from its rows.
+def seen_grid(mode: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the grid of a sweep, found from its rows: mode, axes, and those that vary.
 
-    Attributes:
-        mode: mode of the cells.
-        axes: the values of each axis, in the order of the rows.
+    `blocks` is no axis if the others distinguish all cells.
     """
-
-    mode: str
-    axes: Mapping[str, Sequence[Any]]
-
-    @classmethod
-    def from_rows(cls, mode: str, rows: Sequence[Mapping[str, Any]]) -> SeenGrid:
-        """Return the axes of rows; `blocks` is none if the others distinguish all cells."""
-        seen = {
-            name: [*dict.fromkeys(row[name] for row in rows)]
-            for name in axes_of(mode)
-            if rows and name in rows[0] and any(row[name] is not None for row in rows)
-        }
-        others = [name for name, values in seen.items() if len(values) > 1 and name != "blocks"]
-        distinct = len({tuple(row[name] for name in others) for row in rows}) == len(rows)
-        if distinct and len(seen.get("blocks", ())) > 1:
-            del seen["blocks"]
-        return cls(mode, seen)
-
-    @property
-    def varied(self) -> list[str]:
-        """The axes with more than one value, in order."""
-        return [name for name, values in self.axes.items() if len(values) > 1]
+    seen = {
+        name: [*dict.fromkeys(row[name] for row in rows)]
+        for name in axes_of(mode)
+        if rows and name in rows[0] and any(row[name] is not None for row in rows)
+    }
+    varied = [name for name, values in seen.items() if len(values) > 1]
+    others = [name for name in varied if name != "blocks"]
+    distinct = len({tuple(row[name] for name in others) for row in rows}) == len(rows)
+    if distinct and "blocks" in varied:
+        del seen["blocks"]
+        varied = others
+    return SimpleNamespace(mode=mode, axes=seen, varied=varied)
 
 
 @_form("mode cells rows", "Sweep", "The best of each contest", plural="Sweeps")
 def _sweep(document: Document) -> Content:
     rows = document["rows"]
-    grid = cast("Any", SeenGrid.from_rows(document["mode"], rows))
+    grid = seen_grid(document["mode"], rows)
     report = SweepReport(Sweep(grid, rows, 0, 0))
     yield from (report.headline, report.setup, *report.tables, report.reading)
     for name in grid.varied:
@@ -390,17 +370,11 @@ def _sweep(document: Document) -> Content:
     yield heading("All cells")
 
     def texts(row: Document) -> list[str]:
-        return [NONE if row[name] is None else as_text(row[name]) for name in grid.varied]
+        return [cell(row[name], as_text) for name in grid.varied]
 
     measures = report.measures
     headers = [f"{measure.column} ({measure.unit})" for measure in measures]
-    cells = [
-        [
-            *texts(row),
-            *(NONE if row[m.column] is None else m.text(row[m.column]) for m in measures),
-        ]
-        for row in rows
-    ]
+    cells = [[*texts(row), *(cell(row[m.column], m.text) for m in measures)] for row in rows]
     yield from table("Every cell", [*grid.varied, *headers], cells, headers)
     failed = [[*texts(row), row["error"]] for row in report.sweep.failed]
     yield from table("Cells that failed", [*grid.varied, "because"], failed, ())

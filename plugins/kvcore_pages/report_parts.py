@@ -321,20 +321,15 @@ def panels(drawn: Chart, title: str) -> Iterator[Part]:
 
 def _positive(line: Line) -> Line:
     """Return a line without the points that a logarithmic axis cannot show."""
-    points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if x > 0]
-    label_at = line.label_at
-    if label_at >= 0:
-        label_at = max(label_at - len(line.x) + len(points), 0)
-    return attrs.evolve(
-        line, x=[x for x, _ in points], y=[y for _, y in points], label_at=label_at
-    )
+    left_out = bisect_right(line.x, 0)
+    label_at = line.label_at if line.label_at < 0 else max(line.label_at - left_out, 0)
+    return attrs.evolve(line, x=line.x[left_out:], y=line.y[left_out:], label_at=label_at)
 
 
 def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
     """Return the table of a chart: the values at points, and of steps those that hold."""
     xs = sorted({value for line in lines for value in line.x})
-    if len(xs) > MOST_ROWS:
-        last = len(xs) - 1
+    if (last := len(xs) - 1) >= MOST_ROWS:
         xs = [xs[last * row // (MOST_ROWS - 1)] for row in range(MOST_ROWS)]
 
     def cell(line: Line, place: float) -> str:
@@ -343,9 +338,7 @@ def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
             return ""
         return WRITERS[y.unit](line.y[index])  # type: ignore[arg-type]  # as above
 
-    rows = [
-        [WRITERS[x.unit](x_value), *(cell(line, x_value) for line in lines)] for x_value in xs
-    ]
+    rows = [[WRITERS[x.unit](place), *(cell(line, place) for line in lines)] for place in xs]
     return next(iter(table("", [x.title, *(line.name for line in lines)], rows)), None)
 
 
@@ -400,10 +393,8 @@ def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, _wrappable({name: value[name] for name in ("name", "options")})
             yield "workload digest", str(value["digest"])
         elif name == "slo" and isinstance(value, Mapping):
-            times = {
-                name_of_slo: time / NS_PER_S for name_of_slo, time in value.items() if time
-            }
-            yield name, ", ".join(f"{each}={time:g} s" for each, time in times.items())
+            times = (f"{each}={ns / NS_PER_S:g} s" for each, ns in value.items() if ns)
+            yield name, ", ".join(times)
         else:
             yield name.replace("_", " "), _wrappable(value)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import cycle, pairwise
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,11 @@ class RecordedTrace:
         """Whether a clock ran."""
         return bool(self.timeline.header["mode"] != "untimed")
 
+    @property
+    def report(self) -> SummaryReport:
+        """The report on its misses."""
+        return SummaryReport.from_explanation(self.explanation, self.misses)
+
     @cached_property
     def series(self) -> tuple[list[float], Series]:
         """Times in seconds, and the state of the run at each of them, at most `POINTS`."""
@@ -200,8 +205,8 @@ class Run(Result):
         summary = self.summary
         if summary is None:
             return None if self.trace is None else self.trace.run
-        names = [field.name for field in attrs.fields(RunSummary) if field.name in summary]
-        figures = {name: summary[name] for name in names if name not in ("config", "bill")}
+        names = attrs.fields_dict(RunSummary).keys() & summary.keys() - {"config", "bill"}
+        figures = {name: summary[name] for name in names}
         return RunSummary(
             **figures,
             config=summary.get("config", {}) | {"tiers": summary["tiers"]},
@@ -220,10 +225,7 @@ class Run(Result):
         if summary is None:
             assert self.trace is not None
             return self.trace.timeline.header
-        pool = {
-            "blocks": summary["pool"]["blocks"],
-            "block_size": summary["pool"]["block_size"],
-        }
+        pool = {name: summary["pool"][name] for name in ("blocks", "block_size")}
         run = {"count": summary["count"], **pool, "slo": slo_of(summary)}
         return {**summary.get("config", {}), **run}
 
@@ -249,9 +251,7 @@ class Run(Result):
         if report is not None:
             yield from sentences(report.headline)
         elif trace is not None:
-            yield from sentences(
-                SummaryReport.from_explanation(trace.explanation, trace.misses).headline
-            )
+            yield from sentences(trace.report.headline)
         yield heading("What was run")
         if report is None and self.summary is not None:
             told = "The summary does not say: `kvcore simulate --out` writes what was run too."
@@ -346,15 +346,17 @@ class Run(Result):
             )
             return
         summary, explanation = trace.misses, trace.explanation
-        report = SummaryReport.from_explanation(explanation, summary)
+        report = trace.report
         yield heading("Regret")
         yield from sentences(_regret(explanation, summary))
-        names, values = _shares(summary)
+        went = {"hit": summary.hit_tokens}
+        went |= {spaced(name): lost.tokens for name, lost in summary.categories.items()}
+        went = {name: tokens for name, tokens in went.items() if tokens}
         yield from bars(
             "Where the prompt tokens went",
             "Prompt tokens that hit, and those that missed by the reason.",
-            names,
-            {"tokens": values},
+            [*went],
+            {"tokens": [*map(float, went.values())]},
             lambda tokens: f"{tokens:,.0f} ({share(tokens / (summary.prompt_tokens or 1))})",
         )
         ranked = sorted(
@@ -375,10 +377,10 @@ class Run(Result):
         )
         yield heading("Why prompts missed")
         yield from sentences(report.headline.splitlines()[-1])
-        groups = (report.groups,) if explanation.groups else ()
-        lines = report.table, *groups, report.places, report.requests, report.notes
-        titles = ("Tokens that a cache group was short for",) if explanation.groups else ()
-        yield from shown(lines, REASONS[0], *titles, *REASONS[1:])
+        yield from shown([report.table], REASONS[0])
+        if explanation.groups:
+            yield from shown([report.groups], "Tokens that a cache group was short for")
+        yield from shown([report.places, report.requests, report.notes], *REASONS[1:])
 
     def _commands(self) -> Iterator[Part]:
         in_folder = self.latencies is not None or self.trace is not None
@@ -399,45 +401,33 @@ class Run(Result):
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
         """Yield several runs side by side, and how others differ from the first."""
         runs = [run for run in results if isinstance(run, Run)]
+        by_label = dict(zip(labels, runs, strict=True))
         outcomes = [run.outcome for run in runs]
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(runs):
             yield from sentences("\n".join(_verdicts(known, labels)))
         # A summary has other fields than a header, so that all would differ from those.
-        traces = [run.trace for run in runs if run.trace is not None]
-        by_trace = len(traces) == len(runs) and any(run.summary is None for run in runs)
-        if by_trace:
-            headers = [trace.timeline.header for trace in traces]
-        else:
-            headers = [run.header for run in runs]
+        traced = {label: run.trace for label, run in by_label.items() if run.trace is not None}
+        headers = [run.header for run in runs]
+        if len(traced) == len(runs) and any(run.summary is None for run in runs):
+            headers = [trace.timeline.header for trace in traced.values()]
         settled = [dict(settings(header)) for header in headers]
-        names = dict.fromkeys(name for settings_of_run in settled for name in settings_of_run)
-        columns = [
-            [settings_of_run.get(name, "") for settings_of_run in settled] for name in names
-        ]
-        differ = [
-            [name, *cells]
-            for name, cells in zip(names, columns, strict=True)
-            if len(set(cells)) > 1
-        ]
+        names = dict.fromkeys(chain.from_iterable(settled))
+        rows = ([name, *(each.get(name, "") for each in settled)] for name in names)
+        differ = [row for row in rows if len(set(row[1:])) > 1]
         yield from table("Settings that differ", ["setting", *labels], differ, ())
         if len(known) == len(runs):
-            rows = run_rows(known, timed=all(run.timed for run in runs))
-            yield from table("Figures", ["", *against(labels)], rows)
+            figures = run_rows(known, timed=all(run.timed for run in runs))
+            yield from table("Figures", ["", *against(labels)], figures)
         for name in ("TTFT", "TPOT"):
-            samples = {
-                label: run.samples.get(name, [])
-                for label, run in zip(labels, runs, strict=True)
-            }
             yield from distributions(
                 f"{name} of requests",
                 f"The share of requests whose {name} is at most that, on a logarithmic scale.",
                 Axis(name, "s", log=True),
-                samples,
+                {label: run.samples.get(name, []) for label, run in by_label.items()},
             )
-        yield from _pools(runs, labels)
-        yield from _hits(runs, labels)
-        yield from _reasons(runs, labels)
+        yield from _pools(by_label)
+        yield from _over_traces(traced)
 
 
 def _verdicts(outcomes: Sequence[RunSummary], labels: Sequence[str]) -> Iterator[str]:
@@ -465,12 +455,7 @@ def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
         "Blocks of each cache group, cached ones and those of running requests.",
         SECONDS,
         Axis("blocks"),
-        [
-            Line(f"group {name}", times, blocks, colour, step=True)
-            for (name, blocks), colour in zip(
-                series.groups.items(), cycle(COLOURS), strict=False
-            )
-        ],
+        _steps((f"group {name}", times, blocks) for name, blocks in series.groups.items()),
     )
     if trace.timed:
         yield from chart(
@@ -553,77 +538,59 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _shares(summary: Summary) -> tuple[list[str], list[float]]:
-    """Return the numbers of prompt tokens that hit, and that missed by the reason."""
-    tokens_by_reason = {"hit": summary.hit_tokens}
-    tokens_by_reason |= {spaced(name): lost.tokens for name, lost in summary.categories.items()}
-    kept = {name: tokens for name, tokens in tokens_by_reason.items() if tokens}
-    return [*kept], [*map(float, kept.values())]
+def _steps(columns: Iterable[tuple[str, Sequence[float], Any]]) -> list[Line]:
+    """Return a line of steps for each name, times and values, in colours by turns."""
+    pairs = zip(columns, cycle(COLOURS), strict=False)
+    return [Line(*column, colour, step=True) for column, colour in pairs]
 
 
-def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
+def _pools(runs: Mapping[str, Run]) -> Iterator[Part]:
     """Yield the use of the pools over time; nothing if only some of the runs have traces."""
-    if len({run.trace is None for run in runs}) > 1:
+    traced = {run.trace is not None for run in runs.values()}
+    if len(traced) > 1:
         return
     lines = []
-    for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
+    for label, run in runs.items():
         times, used, _, blocks = run.pool()
-        percents = [100 * count / blocks for count in used]
-        lines.append(Line(label, times, percents, colour, step=True))
-    whose = "of running requests" if runs[0].trace is None else "of one request alone"
-    about = f"The share of the pool's blocks that are {whose}."
-    yield from chart("The pool", about, SECONDS, Axis(f"blocks {whose}", "%"), lines, top=100)
+        lines.append((label, times, [100 * count / blocks for count in used]))
+    whose = "of one request alone" if traced == {True} else "of running requests"
+    about, y = f"The share of the pool's blocks that are {whose}.", Axis(f"blocks {whose}", "%")
+    yield from chart("The pool", about, SECONDS, y, _steps(lines), top=100)
 
 
-def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
-    """Yield the hit ratios of traces over time."""
-    lines = []
-    for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
-        if run.trace is not None:
-            times, series = run.trace.series
-            ratios = _percents(series.hit_ratio())
-            lines.append(Line(label, times, ratios, colour, step=True))
-    about = "The share of looked-up blocks that hit so far."
-    yield from chart("Hits", about, SECONDS, OF_LOOKUPS, lines)
-
-
-def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
-    """Yield hits and misses by the reason of several traces, side by side."""
-    explanations = {
-        label: run.trace.misses
-        for label, run in zip(labels, runs, strict=True)
-        if run.trace is not None
-    }
-    if not explanations:
+def _over_traces(traces: Mapping[str, RecordedTrace]) -> Iterator[Part]:
+    """Yield the hits of several traces over time, and their misses by the reason."""
+    if not traces:
         return
-    names = [
-        name
-        for name in OF_POOLS
-        if any(_tokens(explanation, name) for explanation in explanations.values())
-    ]
+    lines = []
+    for label, trace in traces.items():
+        times, series = trace.series
+        lines.append((label, times, _percents(series.hit_ratio())))
+    about = "The share of looked-up blocks that hit so far."
+    yield from chart("Hits", about, SECONDS, OF_LOOKUPS, _steps(lines))
+    misses = {label: trace.misses for label, trace in traces.items()}
+    names = [name for name in OF_POOLS if any(_tokens(each, name) for each in misses.values())]
     tokens = {
-        label: [explanation.hit_tokens, *(_tokens(explanation, name) for name in names)]
-        for label, explanation in explanations.items()
-    }
-    shares = {
-        label: [100 * n / (explanations[label].prompt_tokens or 1) for n in numbers]
-        for label, numbers in tokens.items()
+        label: [each.hit_tokens, *(_tokens(each, name) for name in names)]
+        for label, each in misses.items()
     }
     headers = ["hit", *map(spaced, names)]
     yield from bars(
         "Where the prompt tokens went",
         "The share of the prompt tokens that hit, and of those that missed by the reason.",
         headers,
-        shares,
+        {
+            label: [100 * n / (misses[label].prompt_tokens or 1) for n in numbers]
+            for label, numbers in tokens.items()
+        },
         lambda percent: f"{percent:.1f}%",
     )
     rows = [
         [header, *(f"{n:,}" for n in numbers)]
         for header, *numbers in zip(headers, *tokens.values(), strict=True)
     ]
-    yield from table(
-        "Prompt tokens that hit, and that missed by the reason", ["", *explanations], rows
-    )
+    title = "Prompt tokens that hit, and that missed by the reason"
+    yield from table(title, ["", *misses], rows)
 
 
 def _tokens(summary: Summary, category: str) -> int:

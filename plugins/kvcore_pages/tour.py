@@ -11,7 +11,6 @@ from importlib.resources import files
 from io import BytesIO
 from typing import Any
 
-import attrs
 import orjson
 
 from kvcore.cache import KVCache
@@ -45,6 +44,10 @@ CALCULATOR_BLOCK = 16
 
 CURVES = ("llama-2-7b", "llama-3.1-8b", "deepseek-v3", "mistral-7b-v0.1")
 """Models whose growth is drawn: MHA, GQA, MLA, and a window in all layers."""
+
+
+SIZES = ("attention", "layers", "query_heads", "kv_heads", "head_dim", "latent")
+"""Fields of a model that the calculator has."""
 
 
 def tour_page() -> bytes:
@@ -123,12 +126,7 @@ def _memory() -> dict[str, Any]:
         "curves": CURVES,
         "models": {
             name: {
-                "attention": model.attention,
-                "layers": model.layers,
-                "query_heads": model.query_heads,
-                "kv_heads": model.kv_heads,
-                "head_dim": model.head_dim,
-                "latent": model.latent,
+                **{field: getattr(model, field) for field in SIZES},
                 "windows": [[w, model.windows.count(w)] for w in dict.fromkeys(model.windows)],
                 "weight_bytes": model.weight_bytes,
                 "codecs": {codec: _layout(model, codec) for codec in CODECS},
@@ -270,26 +268,17 @@ def _sharing_frames(
             text = texts[names[number]][: tokens[event.t].get(number, 0)]
             for index, block in enumerate(table):
                 words[block] = list(text[index * BLOCK : (index + 1) * BLOCK])
-        holders = {
-            block: [names[number] for number, table in tables.items() if block in table]
-            for block in range(_SHARED_POOL)
-        }
-        kinds = {
-            block: "cached" if block in shared else "private" if holders[block] else "free"
-            for block in range(_SHARED_POOL)
-        }
+        pool: list[dict[str, Any]] = []
+        for block in range(_SHARED_POOL):
+            by = [names[number] for number, table in tables.items() if block in table]
+            kind = "cached" if block in shared else "private" if by else "free"
+            held = [] if kind == "free" else words[block]
+            pool.append({"kind": kind, "by": by, "words": held})
         yield {
             "line": line,
-            "say": str(_Sentence(event, state, names, holders, before)),
+            "say": _sentence(event, state, names, [each["by"] for each in pool], before),
             "fresh": _touched(event, state),
-            "pool": [
-                {
-                    "kind": kinds[block],
-                    "by": holders[block],
-                    "words": [] if kinds[block] == "free" else words[block],
-                }
-                for block in range(_SHARED_POOL)
-            ],
+            "pool": pool,
             "tables": [
                 {
                     "name": names[number],
@@ -314,119 +303,88 @@ def _touched(event: Any, state: CacheState) -> list[int]:
     return table[event.first :][: event.blocks] if name == "COMMIT" else table
 
 
-@attrs.frozen
-class _Sentence:
-    """A trace line in words, for readers who are new to blocks.
+def _sentence(  # noqa: C901, PLR0912 - a kind of line a case
+    event: Any,
+    state: CacheState,
+    names: Mapping[int, str],
+    holders: Sequence[Sequence[str]],
+    before: Mapping[int, int],
+) -> str:
+    """Return a trace line in words, for readers who are new to blocks.
 
-    Attributes:
+    Args:
         event: the event of the line.
         state: the cache after it.
         names: names of the sequences, by id.
         holders: names of the sequences with a block in their tables, by block.
         before: numbers of tokens before the call that wrote the line, by sequence.
     """
-
-    event: Any
-    state: CacheState
-    names: Mapping[int, str]
-    holders: Mapping[int, Sequence[str]]
-    before: Mapping[int, int]
-
-    def __str__(self) -> str:
-        """Return the sentence: each kind of event has its method."""
-        told: str = getattr(self, self.event.event.lower())()
-        return told
-
-    @property
-    def _who(self) -> str:
-        return self.names[self.event.seq]
-
-    def _table(self) -> list[int]:
-        return list(self.state.sequences[self.event.seq].table())
-
-    def request(self) -> str:
-        """Return a sentence on a request that arrives."""
-        full, rest = divmod(self.event.prompt, BLOCK)
+    if event.event == "REQUEST":
+        full, rest = divmod(event.prompt, BLOCK)
         return (
-            f"Request {self.event.id} arrives with {self.event.prompt} tokens: {full} full "
+            f"Request {event.id} arrives with {event.prompt} tokens: {full} full "
             f"blocks of {BLOCK}, and {rest} more. Each full block gets a key: a hash of its "
             "text and of all text before it."
         )
-
-    def hit(self) -> str:
-        """Return a sentence on the blocks that hit."""
-        count = self.event.blocks
-        return (
-            f"A hit: {self._who} begins with the same {count * BLOCK} tokens, so the keys of "
-            f"its first {count} blocks are known. Its table gets {_listed(self._table())} as "
-            "well. Nothing is computed for them, and they lie in memory once."
-        )
-
-    def miss(self) -> str:
-        """Return a sentence on the blocks that missed, and why."""
-        who, first = self._who, self.event.block
-        if not first:
-            return (
+    who, touched = names[event.seq], _touched(event, state)
+    about = _listed(touched) if touched else ""
+    match event.event:
+        case "HIT":
+            count = event.blocks
+            told = (
+                f"A hit: {who} begins with the same {count * BLOCK} tokens, so the keys of "
+                f"its first {count} blocks are known. Its table gets {about} as well. Nothing "
+                "is computed for them, and they lie in memory once."
+            )
+        case "MISS" if not event.block:
+            told = (
                 f"A miss: the pool has nothing of {who}'s text yet. All of it must be computed."
             )
-        why = "it is the last one, and not full: such a block has no key"
-        if self.event.why == "absent":
-            why = "nobody has computed that text yet"
-        return f"From its block {first + 1} on, {who} misses: {why}."
-
-    def alloc(self) -> str:
-        """Return a sentence on allocated blocks, for a prompt or for generated tokens."""
-        who, seq = self._who, self.event.seq
-        taken = _listed(_ids(self.event.runs))
-        if seq not in self.before:
-            return (
-                f"{who} gets {taken} from the pool, for the text that it has yet to compute. "
+        case "MISS":
+            why = "it is the last one, and not full: such a block has no key"
+            if event.why == "absent":
+                why = "nobody has computed that text yet"
+            told = f"From its block {event.block + 1} on, {who} misses: {why}."
+        case "ALLOC" if event.seq not in before:
+            told = (
+                f"{who} gets {about} from the pool, for the text that it has yet to compute. "
                 "Its block table says where each part of its text lies."
             )
-        last = self._table()[self.event.first - 1]
-        if self.before[seq] % BLOCK == 0:
-            return f"{who} writes on. Block {last} is full, so it gets {taken}."
-        return (
-            f"{who} writes on. Nobody else holds block {last} any more, so it fills that "
-            f"without a copy; for the rest it gets {taken}."
-        )
-
-    def commit(self) -> str:
-        """Return a sentence on the blocks that get a key."""
-        blocks = _listed(_touched(self.event, self.state))
-        return (
-            f"The model has computed {self._who}'s tokens. What is full, {blocks}, is entered "
-            "under its key: from now on whoever begins with the same text can use it."
-        )
-
-    def fork(self) -> str:
-        """Return a sentence on the two sequences with the same blocks."""
-        return (
-            f"{self._who} is to have two answers, so it is forked: "
-            f"{self.names[self.event.child]} gets a table with the very same blocks. Nothing "
-            "is copied, nothing is allocated."
-        )
-
-    def copy(self) -> str:
-        """Return a sentence on the block that is copied, and the reason."""
-        who, source = self._who, self.event.source
-        return (
-            f"Copy-on-write: {who} is about to write into block {source}, which "
-            f"{' and '.join(self.holders[source])} holds too. So {who} gets a copy of its own, "
-            f"block {self.event.to}, and writes there. The full blocks before it stay shared."
-        )
-
-    def free(self) -> str:
-        """Return a sentence on the blocks that are freed, and those that stay cached."""
-        freed = _ids(self.event.runs)
-        gone = "Nothing is free by that"
-        if freed:
-            are = "are" if len(freed) > 1 else "is"
-            gone = f"What only {self._who} needed, {_listed(freed)}, {are} free again"
-        return (
-            f"{self._who} has its answer and ends. {gone}. Blocks with a key stay cached, for "
-            "requests to come."
-        )
+        case "ALLOC":
+            last = state.sequences[event.seq].table()[event.first - 1]
+            told = f"{who} writes on. Block {last} is full, so it gets {about}."
+            if before[event.seq] % BLOCK:
+                told = (
+                    f"{who} writes on. Nobody else holds block {last} any more, so it fills "
+                    f"that without a copy; for the rest it gets {about}."
+                )
+        case "COMMIT":
+            told = (
+                f"The model has computed {who}'s tokens. What is full, {about}, is entered "
+                "under its key: from now on whoever begins with the same text can use it."
+            )
+        case "FORK":
+            told = (
+                f"{who} is to have two answers, so it is forked: {names[event.child]} gets a "
+                "table with the very same blocks. Nothing is copied, nothing is allocated."
+            )
+        case "COPY":
+            told = (
+                f"Copy-on-write: {who} is about to write into block {event.source}, which "
+                f"{' and '.join(holders[event.source])} holds too. So {who} gets a copy of its "
+                f"own, block {event.to}, and writes there. The full blocks before it stay "
+                "shared."
+            )
+        case _:
+            gone = "Nothing is free by that"
+            if touched:
+                are = "are" if len(touched) > 1 else "is"
+                gone = f"What only {who} needed, {about}, {are} free again"
+            told = (
+                f"{who} has its answer and ends. {gone}. Blocks with a key stay cached, for "
+                "requests to come."
+            )
+    return told
 
 
 def _listed(blocks: Sequence[int]) -> str:
@@ -491,21 +449,11 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
     ]
 
     def work(trace: Trace) -> None:
-        replay(
-            requests,
-            KVCache(
-                _EVICTION_POOL,
-                CALCULATOR_BLOCK,
-                eviction=policy,
-                accounting="keys",
-                trace=trace,
-            ),
-        )
+        counting: Any = {"eviction": policy, "accounting": "keys", "trace": trace}
+        replay(requests, KVCache(_EVICTION_POOL, CALCULATOR_BLOCK, **counting))
 
     lines = _traced(work)
-    frames: list[dict[str, Any]] = [
-        {"hit": 0, "evicted": [], "pool": []} for _ in range(len(prompts))
-    ]
+    frames: list[dict[str, Any]] = [{"hit": 0, "evicted": [], "pool": []} for _ in prompts]
     before: list[str | None] = [None] * _EVICTION_POOL
     for _, event, state in _events(lines):
         frame = frames[event.t - 1]
@@ -520,18 +468,12 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
                 before[block] = f"{chr(letter)}{index}"
         frame["pool"] = before
     # An eviction costs the next request for its block, if there is one.
-    for turn, frame in enumerate(frames):
+    for turn, frame in enumerate(frames, 1):
         frame["evicted"] = [
-            {"block": label, "missed": _next_miss(label, prompts, turn)}
+            {"block": label, "missed": prompts.find(label[0], turn) + 1 or None}
             for label in frame["evicted"]
         ]
     return {"policy": policy, "lines": lines, "frames": frames}
-
-
-def _next_miss(label: str, prompts: str, turn: int) -> int | None:
-    """Return the number of the next request for the block `label`; None: there is none."""
-    later = enumerate(prompts[turn + 1 :], turn + 2)
-    return next((number for number, prompt in later if prompt == label[0]), None)
 
 
 # Retention.

@@ -14,23 +14,16 @@ import attrs
 from kvcore.files import file_bytes
 from kvcore.progress import Progress, silent
 from kvcore.units import NS_PER_S
-from kvcore_pages.grouped_playback import GroupedPlayback
+from kvcore_pages.grouped_playback import playback_of
 from kvcore_pages.playback import WHOLE, EvictedContent, Playback, Window
 from kvcore_pages.shell import Page, charting_library
 
 __all__ = ["view_page"]
 
 SCRIPTS = (
-    *(
-        "playback.js",
-        "groups.js",
-        "content.js",
-        "differences.js",
-        "story.js",
-        "blocks.js",
-        "pool.js",
-    ),
-    *("tree.js", "lives.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
+    *("playback.js", "groups.js", "content.js", "differences.js", "story.js", "blocks.js"),
+    *("pool.js", "tree.js", "lives.js", "timeline.js", "curves.js", "log.js", "request.js"),
+    "view.js",
 )
 """Scripts of the page, each after those that it needs."""
 
@@ -58,14 +51,17 @@ def view_page(
         PluginError: plotly is not installed.
     """
     charting_library()  # That it is missing is told before traces are read.
-    names = _names([Path(file) for file in files])
+    names = [Path(file).name for file in files]
+    if len(set(names)) < len(names):
+        names = [str(file) for file in files]
     if replica is not None:
         names = [f"{name}, replica {replica}" for name in names]
     sides = []
     for file in files:
         with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
             compared = len(files) > 1
-            sides.append(GroupedPlayback.read(file, tick, window, replica, compared=compared))
+            kind = playback_of(file, replica)
+            sides.append(kind(file, tick, window, replica, compared=compared))
     title = " and ".join(names)
     note = ""
     if len(sides) > 1:
@@ -73,11 +69,7 @@ def view_page(
         note = differences.note
         for side, blocks in zip(sides, differences.blocks, strict=False):
             side.rows["differs"] = blocks
-    notices = [
-        notice
-        for name, side in zip(names, sides, strict=True)
-        for notice in _left_out(name, side)
-    ]
+    notices = [*filter(None, map(_left_out, names, sides))]
     for notice in notices:
         notify(notice)
     about = {"title": title, "names": names, "note": note, "notices": notices, "at": at}
@@ -89,28 +81,19 @@ def view_page(
     return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
 
 
-def _left_out(name: str, side: Playback) -> Iterator[str]:
-    """Yield a notice on the part of a trace that a page lacks, if it lacks any."""
+def _left_out(name: str, side: Playback) -> str:
+    """Return a notice on the part of a trace that a page lacks; empty if it lacks none."""
     rows, times = len(side.rows["kind"]), side.rows["time"]
     if rows == side.lines:
-        return
+        return ""
     begin, end, first = times[0], sum(times), side.first_line
     total = f"{side.lines:,}; the trace ends at {side.ended / NS_PER_S:,.3f} s"
-    yield (
+    return (
         f"{name}: this page plays lines {first + 1:,} to {first + rows:,}, from "
         f"{begin / NS_PER_S:,.3f} s to {end / NS_PER_S:,.3f} s, of {total}. The pool at their "
         "begin is exact; curves, timeline and events show these lines alone. --window "
         "START:END (seconds) makes a page of another part, --events N one of more lines."
     )
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """Return short names of files, which differ if the files do."""
-    names = [file.name for file in files]
-    return names if len(set(names)) == len(names) else [str(file) for file in files]
-
-
-ByRequester = dict[int | str, list[EvictedContent]]
 
 
 @attrs.frozen
@@ -142,40 +125,26 @@ def find_differences(left: Playback, right: Playback) -> Differences:
     that have other cache groups, are not compared: no content of one is a content of the other.
     They are no error, since two pools of other blocks can still be watched side by side.
     """
+    why = ""
     for field, name in (("block_size", "Blocks"), ("key_tokens", "Keys")):
         one, other = left.header[field], right.header[field]
-        if one != other:
-            note = (
-                f"{name} stand for {one} tokens on the left and {other} on the right, so their "
-                "contents cannot be compared: no eviction is marked."
-            )
-            return Differences((), note)
-    if _groups(left) != _groups(right):
-        note = (
-            "Their cache groups differ, so their contents cannot be compared: no eviction is "
-            "marked."
-        )
+        if one != other and not why:
+            why = f"{name} stand for {one} tokens on the left and {other} on the right"
+    if not why and _groups(left) != _groups(right):
+        why = "Their cache groups differ"
+    if why:
+        note = f"{why}, so their contents cannot be compared: no eviction is marked."
         return Differences((), note)
     one_ids, other_ids = _prompts(left), _prompts(right)
-    common = len(one_ids.items() & other_ids.items())
+    common, most = len(one_ids.items() & other_ids.items()), max(len(one_ids), len(other_ids))
     if not common:
         note = (
             "No request is in both traces, with the same prompt: no eviction is marked. Record "
             "both from one workload to see what differs."
         )
         return Differences((), note)
-    evicted = _by_requester(left), _by_requester(right)
-    ratio = left.ratio
-    blocks = (
-        _mark(len(left.rows["kind"]), evicted[0], evicted[1], ratio),
-        _mark(len(right.rows["kind"]), evicted[1], evicted[0], ratio),
-    )
-    more_ids = max(len(one_ids), len(other_ids))
-    note = (
-        f"Only {common:,} of {more_ids:,} requests are in both traces."
-        if common < more_ids
-        else ""
-    )
+    blocks = _mark(left, right), _mark(right, left)
+    note = f"Only {common:,} of {most:,} requests are in both traces." if common < most else ""
     return Differences(blocks, note)
 
 
@@ -190,34 +159,31 @@ def _prompts(side: Playback) -> dict[int | str, Any]:
     return dict(zip(side.prompts.ids, side.prompts.last_key, strict=True))
 
 
-def _by_requester(side: Playback) -> ByRequester:
-    by_requester: ByRequester = defaultdict(list)
+def _mark(side: Playback, other: Playback) -> array[int]:
+    """Return how many blocks of each row `other` has not evicted for the same request."""
+    marks = array("i", bytes(4 * len(side.rows["kind"])))
+    theirs = _by_requester(other)
+    for requester, lines in _by_requester(side).items():
+        left_over = Counter(
+            content for line in theirs[requester] for content in _contents(line, side.ratio)
+        )
+        for line in lines:
+            for content in _contents(line, side.ratio):
+                if left_over[content]:
+                    left_over[content] -= 1
+                else:
+                    marks[line.row] += 1
+    return marks
+
+
+def _by_requester(side: Playback) -> dict[int | str, list[EvictedContent]]:
+    by_requester = defaultdict(list)
     for content in side.evicted:
         by_requester[content.requester].append(content)
     return by_requester
 
 
-def _mark(rows: int, evicted: ByRequester, other: ByRequester, ratio: int) -> array[int]:
-    """Return how many blocks of each row `other` has not evicted for the same request."""
-    marks = array("i", bytes(4 * rows))
-    for requester, lines in evicted.items():
-        left_over = Counter(
-            content
-            for evicted in other.get(requester, ())
-            for content in _contents(evicted, ratio)
-        )
-        for lost_content in lines:
-            for content in _contents(lost_content, ratio):
-                if left_over[content]:
-                    left_over[content] -= 1
-                else:
-                    marks[lost_content.row] += 1
-    return marks
-
-
 def _contents(evicted: EvictedContent, ratio: int) -> Iterator[tuple[Any, int]]:
     """Yield the key of each block, and which of the key's blocks it is."""
-    keys = evicted.keys
-    return (
-        (keys[index // ratio], index % ratio) for index in range(evicted.first, evicted.end)
-    )
+    for index in range(evicted.first, evicted.end):
+        yield evicted.keys[index // ratio], index % ratio

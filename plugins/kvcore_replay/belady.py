@@ -142,7 +142,13 @@ class Future:
             known = tuple(map(parents.setdefault, keys, before))
             if known != before:
                 pairs = zip(keys, known, before, strict=True)
-                raise _contradiction(request, next(key for key, a, b in pairs if a != b))
+                key = next(key for key, a, b in pairs if a != b)
+                msg = (
+                    f"request {request.id!r}: key {key!r} does not follow the keys it followed "
+                    "in an earlier request, so there is no optimum: equal keys must mean equal "
+                    "prefixes"
+                )
+                raise InputError(msg)
             end = 0
             for owner, run in groupby(map(latest.get, keys)):
                 if owner is None:
@@ -285,10 +291,3 @@ class Foresight(ScoreEviction):
             self._passed[serial] = True
             for waiting in self._awaiting.pop(serial, ()):
                 self.rescore(waiting)
-
-
-def _contradiction(request: Request, key: Key) -> InputError:
-    return InputError(
-        f"request {request.id!r}: key {key!r} does not follow the keys it followed in an "
-        "earlier request, so there is no optimum: equal keys must mean equal prefixes"
-    )

@@ -160,21 +160,19 @@ def dynamo_batches(
     A trace does not have the hash of the tokens of a block: it is replaced by the block's hash.
     Raises as `event_batches`.
     """
-    sequence = 0
-    for batch in event_batches(trace, tick, replica):
-        for event in batch.events:
-            assert isinstance(event, BlockStored | BlockRemoved)
-            tier = TIERS.get(str(event.medium), str(event.medium).lower())
-            yield EventBatch(
-                ts=None,
-                events=(_routed(event, tier),),
-                dp_rank=0,
-                format="dynamo",
-                seq=sequence,
-                source=worker,
-                more={"storage_tier": tier, "residency_domain": "worker"},
-            )
-            sequence += 1
+    batches = event_batches(trace, tick, replica)
+    for sequence, event in enumerate(event for batch in batches for event in batch.events):
+        assert isinstance(event, BlockStored | BlockRemoved)
+        tier = TIERS.get(str(event.medium), str(event.medium).lower())
+        yield EventBatch(
+            ts=None,
+            events=(_routed(event, tier),),
+            dp_rank=0,
+            format="dynamo",
+            seq=sequence,
+            source=worker,
+            more={"storage_tier": tier, "residency_domain": "worker"},
+        )
 
 
 @attrs.define

@@ -164,25 +164,18 @@ class Cost(NamedTuple):
 
     def as_dict(self) -> dict[str, float | str | None]:
         """Return the fields as a JSON object."""
-        return {
-            "usd_per_hour": self.usd_per_hour,
-            "usd_per_day": self.usd_per_day,
-            "usd_per_million_output_tokens": self.usd_per_million_output_tokens,
-            "usd_per_million_tokens": self.usd_per_million_tokens,
-            "prices": self.prices,
-        }
+        fields = self._asdict()
+        hour = fields.pop("usd_per_hour")
+        return {"usd_per_hour": hour, "usd_per_day": self.usd_per_day, **fields}
 
     def __str__(self) -> str:
         """Return a sentence."""
-        rates = (
-            (self.usd_per_million_output_tokens, "generated tokens"),
-            (self.usd_per_million_tokens, "tokens in all"),
-        )
-        rest = [
-            f"${format_dollars(usd)} per million {what}"
-            for usd, what in rates
-            if usd is not None
-        ]
+        rates = {
+            "generated tokens": self.usd_per_million_output_tokens,
+            "tokens in all": self.usd_per_million_tokens,
+        }
+        known = {what: usd for what, usd in rates.items() if usd is not None}
+        rest = [f"${format_dollars(usd)} per million {what}" for what, usd in known.items()]
         hour, day = map(format_dollars, (self.usd_per_hour, self.usd_per_day))
         ends = f"; {', '.join(rest)}" if rest else ""
         return f"Cost: ${hour} an hour, ${day} a day ({self.prices}){ends}."

@@ -112,10 +112,6 @@ class PriceModel:
         ends = f", up to {self.breakpoints} breakpoints" if self.breakpoints else ""
         return f"{shortest}{steps}{ends}, for {format_seconds(self.ttl)} after their last use"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return attrs.asdict(self)
-
 
 KEYS: Mapping[str, Callable[[str], float]] = {
     **dict.fromkeys(("input", "output", "cached", "write", "write_1h", "ttl"), float),
@@ -167,7 +163,7 @@ def find_price(text: str) -> PriceModel:
     return PriceModel(**known | figures)
 
 
-def _models(rule: Mapping[str, Any], *rows: Mapping[str, Any]) -> list[PriceModel]:
+def _models(*rows: Mapping[str, Any], **rule: Any) -> list[PriceModel]:
     return [PriceModel(**{**rule, **row}) for row in rows]
 
 
@@ -178,73 +174,63 @@ def _claude(name: str, dollars: float, output: float, min_tokens: int) -> dict[s
     return {**row, **writes, "cached": round(dollars / 10, 4)}
 
 
-def _row(name: str, dollars: float, cached: float, output: float, **more: Any) -> Any:
-    return {"name": name, "input": dollars, "cached": cached, "output": output, **more}
+def _row(name: str, dollars: float, cached: float, output: float) -> dict[str, Any]:
+    return {"name": name, "input": dollars, "cached": cached, "output": output}
 
 
 _TABLE = [
     # Multipliers, breakpoints, look-back and least lengths: the provider's guide on prompt
     # caching, platform.claude.com/docs/en/build-with-claude/prompt-caching.
     *_models(
-        {
-            "provider": "anthropic",
-            "breakpoints": 4,
-            "source": "platform.claude.com/docs/en/about-claude/pricing",
-            "read": "2026-11-22",
-        },
         _claude("claude-sonnet-4.5", 3.0, 15.0, 1024),
         _claude("claude-opus-4.5", 5.0, 25.0, 4096),
         _claude("claude-haiku-4.5", 1.0, 5.0, 4096),
         _claude("claude-haiku-3.5", 0.8, 4.0, 2048),
+        provider="anthropic",
+        breakpoints=4,
+        source="platform.claude.com/docs/en/about-claude/pricing",
+        read="2026-11-22",
     ),
     # Least length and idle time: developers.openai.com/api/docs/guides/prompt-caching; steps
     # of 128: the provider's cookbook, "Prompt caching 201".
     *_models(
-        {
-            "provider": "openai",
-            "min_tokens": 1024,
-            "step": 128,
-            "source": "developers.openai.com/api/docs/pricing",
-            "read": "2026-11-05",
-            "note": "idle for 5 to 10 minutes, at most an hour; extended retention: ttl=86400",
-        },
         _row("gpt-5.4", 2.5, 0.25, 15.0),
         _row("gpt-4.1", 2.0, 0.5, 8.0),
         _row("gpt-4o", 2.5, 1.25, 10.0),
+        provider="openai",
+        min_tokens=1024,
+        step=128,
+        source="developers.openai.com/api/docs/pricing",
+        read="2026-11-05",
+        note="idle for 5 to 10 minutes, at most an hour; extended retention: ttl=86400",
     ),
     # Least length: ai.google.dev/gemini-api/docs/caching.
     *_models(
-        {
-            "provider": "gemini",
-            "min_tokens": 4096,
-            "source": "ai.google.dev/gemini-api/docs/pricing",
-            "read": "2026-10-07",
-            "note": "implicit caching, prompts up to 200,000 tokens; no TTL is published",
-        },
         _row("gemini-3.1-pro", 2.0, 0.2, 12.0),
+        provider="gemini",
+        min_tokens=4096,
+        source="ai.google.dev/gemini-api/docs/pricing",
+        read="2026-10-07",
+        note="implicit caching, prompts up to 200,000 tokens; no TTL is published",
     ),
     # Units of 64 tokens and lives of hours to days: api-docs.deepseek.com/news/news0802.
     *_models(
-        {
-            "provider": "deepseek",
-            "min_tokens": 64,
-            "step": 64,
-            "ttl": 24 * HOUR,
-            "source": "api-docs.deepseek.com/quick_start/pricing",
-            "read": "2026-10-27",
-            "note": "off-peak prices; entries live for hours to days",
-        },
         _row("deepseek-flash", 0.15, 0.003, 0.6),
         _row("deepseek-v4-pro", 0.66, 0.022, 1.98),
+        provider="deepseek",
+        min_tokens=64,
+        step=64,
+        ttl=24 * HOUR,
+        source="api-docs.deepseek.com/quick_start/pricing",
+        read="2026-10-27",
+        note="off-peak prices; entries live for hours to days",
     ),
     *_models(
-        {
-            "provider": "xai",
-            "source": "docs.x.ai/developers/advanced-api-usage/prompt-caching",
-            "read": "2026-09-29",
-            "note": "prompts below 200,000 tokens; neither TTL nor least length is published",
-        },
         _row("grok-4.7", 2.0, 0.5, 6.0),
+        provider="xai",
+        source="docs.x.ai/developers/advanced-api-usage/prompt-caching",
+        read="2026-09-29",
+        note="prompts below 200,000 tokens; neither TTL nor least length is published",
     ),
 ]
 

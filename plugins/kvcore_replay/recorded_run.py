@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -231,15 +232,11 @@ class Recorded:
         job.output_tokens = self._caps.output(event)
         self._jobs[request.id] = job
 
-    def _hit(self, event: events.Hit) -> None:
-        self._admit(event, event.blocks)
-
-    def _miss(self, event: events.Miss) -> None:
-        if event.seq not in self._open:
-            self._admit(event, 0)
-
-    def _admit(self, event: events.Hit | events.Miss, hit: int) -> None:
-        job = self._jobs.get(event.request)
+    def _hit(self, event: events.Hit | events.Miss) -> None:
+        """Admit a request by a HIT or MISS line; a MISS after HIT tells nothing more."""
+        if event.seq in self._open:
+            return
+        job, hit = self._jobs.get(event.request), getattr(event, "blocks", 0)
         again = bool(event.again)
         if job is None or (again and not self._timed):
             self._by_hand()
@@ -251,6 +248,8 @@ class Recorded:
             self._resumed.add(event.seq)
         else:
             job.admitted, job.hit = event.t, hit_tokens
+
+    _miss = _hit
 
     def _load(self, event: events.Load) -> None:
         size = self._geometry.block_size
@@ -300,17 +299,16 @@ class Recorded:
     def _reject(self, event: events.Reject) -> None:
         self.log.rejected(self._jobs.pop(event.request), event.why)
 
-    def _fork(self, event: events.Fork) -> None:
-        self._by_hand()
-
     def _end(self, event: events.End) -> None:
         # With a clock, jobs are left of requests that a replica was to decode and gave up.
         if self._jobs and not self._timed:
             self._by_hand()
 
-    def _by_hand(self) -> NoReturn:
+    def _by_hand(self, event: events.Fork | None = None) -> NoReturn:
         msg = f"{self._reader.file}:{self._reader.line}: the trace {BY_HAND}"
         raise InputError(msg)
+
+    _fork = _by_hand
 
 
 class RecordedLives:
@@ -327,7 +325,7 @@ class RecordedLives:
     def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
         self.header, self.log = header, RunLog(header.blocks, slo)
         self._placed = Replicas(header)
-        self._reader, self._slo = reader, slo
+        self._make = partial(Recorded, reader, slo=slo, log=self.log)
         self.lives = [[self._make(own)] for own in self._placed.headers]
         # The requests that the router rejected are those of a server without other requests.
         self._refused = self._make(header)
@@ -335,9 +333,6 @@ class RecordedLives:
         # done.
         self._prefills: dict[int | str, Recorded] = {}
         self._prefilled: dict[int | str, Job] = {}
-
-    def _make(self, header: events.Header) -> Recorded:
-        return Recorded(self._reader, header, self._slo, self.log)
 
     @property
     def stats(self) -> CacheStats:
@@ -360,8 +355,6 @@ class RecordedLives:
         Raises:
             TraceError: a request is not valid.
         """
-        if event.event == "HEADER":
-            return
         request = self._placed.requests.get(getattr(event, "request", ""))
         placed = self._placed.place(event)
         if placed is not None:

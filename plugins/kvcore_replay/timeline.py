@@ -16,8 +16,8 @@ import attrs
 
 from kvcore.progress import Tick, unseen
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit
-from kvcore_replay.state.cache import run_blocks
+from kvcore.trace.events import methods_by_event
+from kvcore_replay.state.cache import run_blocks, take_by
 from kvcore_replay.state.groups import GroupState, state_of
 from kvcore_replay.state.replicas import ServerReader
 
@@ -373,12 +373,7 @@ class TimelineBuilder:
         if self._returned and event.event not in UNSTEPPED:
             self._step(event.t)
         self.state.apply(event)
-        record = self._take.get(event.event)
-        if record is not None:
-            try:
-                record(event)
-            except LookupError as error:
-                raise unfit(error) from error
+        take_by(self._take, event)
 
     def end(self) -> None:
         """Add the last row, and end the current phases: no event follows."""
@@ -499,13 +494,13 @@ class TimelineBuilder:
         requests.append(row)
         times.append(now)
 
-    def _stored(self, seq: Any) -> int:
+    def _stored(self, seq: Any) -> Any:
         """Return the number of first blocks of a sequence that are committed."""
         if self.series.groups:
-            stored: int = seq.stored(self.state.groups) // self.state.header.block_size
-        else:
-            stored = seq.span.end
-        return stored
+            pairs = zip(self.state.groups, seq.tables, strict=True)
+            tokens = max(table.stored * group.size for group, table in pairs)
+            return tokens // self.state.header.block_size
+        return seq.span.end
 
     def _alloc(self, event: events.Alloc) -> None:
         row = self._row_of.get(event.seq)
@@ -535,10 +530,9 @@ class TimelineBuilder:
 
     def _preempt(self, event: events.Preempt) -> None:
         row = self._rows[event.request]
-        phase = self._current(row)
+        phase, requester = self._current(row), event.requester
         if phase is not None and not phase.waits:
             self._before[row] = phase
-        requester = event.requester
         whom = self._rows[requester] if isinstance(requester, (int, str)) else NEVER
         self._begin(row, Kind.PREEMPTED, event.t, whom)
 

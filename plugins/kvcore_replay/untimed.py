@@ -40,11 +40,9 @@ def replay_groups(
 
     `on_queued` of the eviction policy is called as by `served`.
     """
-    if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
-        requests = _announced(requests, cache)
     _stop_clock(cache.tiers)
     hits, size = [], cache.geometry.block_size
-    for request in requests:
+    for request in _announced(requests, cache):
         cache.now = max(cache.now, request.arrival)
         hits.append(cache.compute(request, max_tokens).tokens // size)
     return hits
@@ -58,11 +56,9 @@ def replay_pools(
     A request longer than the pool of full attention keeps its leading blocks. `on_queued` of
     the eviction policy is called as by `served`.
     """
-    if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
-        requests = _announced(requests, cache)
     size = cache.geometry.block_size
     room, most = cache.pool.blocks * size, min(max_tokens, cache.longest_chunk or max_tokens)
-    for request in requests:
+    for request in _announced(requests, cache):
         now, length = request.arrival, min(request.prompt_tokens, room)
         chunk = min(most, length - cache.probe(request, now) * size)
         seq = cache.open(request, chunk, now)
@@ -149,15 +145,14 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     open_, commit, close = cache.open, cache.commit, cache.close
     tiers = cache.tiers
     _stop_clock(tiers)
-    if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
-        requests = _announced(requests, cache)
-    for request in requests:
+    for request in _announced(requests, cache):
         now = request.arrival
         tokens = len(request.keys) * request.key_tokens if by_key else request.prompt_tokens
         first = None if tokens <= room else room - cache.probe(request, now) * size
         seq = open_(request, first, now)
         if tiers is not None:
-            load = tiers.load(seq, now, _computing)
+            # The time to prefill tokens, in no unit: fewer tokens take less time.
+            load = tiers.load(seq, now, lambda tokens, context: tokens)  # noqa: ARG005
             if load is not None:
                 tiers.finish(load, now)
         commit(seq, seq.tokens - seq.computed, now)
@@ -180,13 +175,15 @@ def _stop_clock(tiers: Any) -> None:
             level.link = InstantLink()
 
 
-def _computing(tokens: int, context: int) -> int:
-    """Return the time to prefill `tokens` tokens, in no unit: fewer tokens take less time."""
-    del context
-    return tokens
+def _announced(
+    requests: Iterable[Request], cache: KVCache | GroupedCache | PooledCache
+) -> Iterable[Request]:
+    """Return `requests`, which the eviction policy is told of ahead if it wants to know."""
+    queued = any(find_override(cache.eviction, f"on_{way}") for way in ("queued", "dequeued"))
+    return _told(requests, cache) if queued else requests
 
 
-def _announced(requests: Iterable[Request], cache: KVCache | GroupedCache) -> Iterator[Request]:
+def _told(requests: Iterable[Request], cache: Any) -> Iterator[Request]:
     """Yield `requests`; call `on_queued` of the policy for each, as far ahead as it looks."""
     eviction = cache.eviction
     coming, window, known = iter(requests), deque[Request](), set[int | str]()

@@ -587,15 +587,6 @@ class _Rerun:
         return log
 
 
-class _EngineRerun(_Rerun):
-    """Makes the calls of an engine again, each at the time of the recording."""
-
-    def run(self, tick: Tick) -> RunLog:
-        """Make all calls of the recording."""
-        cache = cast("KVCache", self._cache)
-        return _EngineCalls(self._workload, cache, tick).run()
-
-
 @attrs.define(eq=False)
 class _RecordedRequest:
     """A request of the recording.
@@ -613,23 +604,20 @@ class _RecordedRequest:
     preempted: bool = False
 
 
-class _EngineCalls:
-    """Makes the calls of a recording again: admissions, growth, commits and ends.
+class _EngineRerun(_Rerun):
+    """Makes the calls of an engine again: admissions, growth, commits and ends.
 
     Each call is made at its time in the engine and in the same order, whatever hits. So no
     assumption is made about how the engine would have scheduled with other hits, or how fast.
     Blocks that the engine had lost are not lost here, and no block is evicted before its room
-    is needed.
-
-    Args:
-        workload: the recording.
-        cache: the cache; its size, and that of its blocks, may differ from the engine's.
-        tick: called with 1 for each request.
+    is needed. The size of the cache, and that of its blocks, may differ from the engine's.
     """
 
-    def __init__(self, workload: TraceWorkload, cache: KVCache, tick: Tick) -> None:
+    _cache: KVCache
+
+    def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
+        super().__init__(parts, cache, workload)
         self._log = RunLog(cache.pool.blocks)
-        self._file, self._cache, self._tick = workload.file, cache, tick
         # Lines count blocks of the engine; keys of its output come while a request runs.
         self._size, self._named = workload.header.block_size, workload.recorded_keys
         self._steps = DecodeSteps()
@@ -643,13 +631,16 @@ class _EngineCalls:
             *("FIRST_TOKEN", "FINISH", "REJECT"),
         )
 
-    def run(self) -> RunLog:
+    def run(self, tick: Tick) -> RunLog:
         """Make all calls; return the log of the requests, at the engine's times.
+
+        `tick` is called with 1 for each request.
 
         Raises:
             InputError: at some time the blocks in use are more than the cache has.
         """
-        for event in TraceReader(self._file):
+        self._tick = tick
+        for event in TraceReader(self._workload.file):
             try:
                 if event.event in ("HIT", "MISS"):
                     self._admitted = self._admitted or event  # type: ignore[assignment]
@@ -661,8 +652,8 @@ class _EngineCalls:
                     call(event)
             except OutOfBlocks as error:
                 msg = (
-                    f"{self._file}: at line {event.n + 1} the engine had more in use than "
-                    f"there is room for: {error}; give more blocks"
+                    f"{self._workload.file}: at line {event.n + 1} the engine had more in use "
+                    f"than there is room for: {error}; give more blocks"
                 )
                 raise InputError(msg) from error
         return self._log
@@ -709,8 +700,7 @@ class _EngineCalls:
         for owner, seq in self._seqs.values():
             if owner is record:
                 self._cache.append_keys(seq, keys)
-        if self._cache.trace is not None:
-            self._cache.trace.keys(event.t, request=event.request, keys=keys)
+        self._record("keys", event, keys=keys)
 
     def _commit(self, event: events.Commit) -> None:
         _, seq = self._seqs[event.seq]
@@ -722,28 +712,19 @@ class _EngineCalls:
         record, seq = self._seqs[event.seq]
         record.preempted = True
         record.job.recomputes += 1
-        if self._cache.trace is not None:
-            self._cache.trace.preempt(
-                event.t, request=event.request, seq=seq.id, how="recompute"
-            )
+        self._record("preempt", event, seq=seq.id, how="recompute")
 
     def _first_token(self, event: events.FirstToken) -> None:
         self._requests[event.request].job.first_token = event.t
-        if self._cache.trace is not None:
-            seq = self._seqs[event.seq][1].id
-            self._cache.trace.first_token(event.t, request=event.request, seq=seq)
+        self._record("first_token", event, seq=self._seqs[event.seq][1].id)
 
     def _finish(self, event: events.Finish) -> None:
         record, seq = self._seqs[event.seq]
-        if self._cache.trace is not None:
-            self._cache.trace.finish(
-                event.t, request=event.request, seq=seq.id, output=event.output
-            )
+        self._record("finish", event, seq=seq.id, output=event.output)
         self._log.ended(record.job, event.t)
 
     def _reject(self, event: events.Reject) -> None:
-        if self._cache.trace is not None:
-            self._cache.trace.reject(event.t, request=event.request, why=event.why)
+        self._record("reject", event, why=event.why)
         self._log.rejected(self._requests[event.request].job, event.why)
 
     def _free(self, event: events.Free) -> None:
@@ -752,6 +733,11 @@ class _EngineCalls:
         record, seq = self._seqs.pop(event.seq)
         self._cache.close(seq, event.t, preempted=record.preempted)
         record.preempted = False
+
+    def _record(self, method: str, event: Any, **fields: Any) -> None:
+        """Write the line of the engine's server about a request, if there is a trace."""
+        if self._cache.trace is not None:
+            getattr(self._cache.trace, method)(event.t, request=event.request, **fields)
 
 
 def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:

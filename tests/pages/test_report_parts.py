@@ -11,7 +11,7 @@ from helpers.traces import BLOCK, ask
 from kvcore import KVCache, Trace
 from kvcore_pages import shell
 from kvcore_pages.report import _labels
-from kvcore_pages.report_documents import SeenGrid
+from kvcore_pages.report_documents import seen_grid
 from kvcore_pages.report_parts import (
     Axis,
     Line,
@@ -111,9 +111,9 @@ def test_pool_sizes_that_follow_from_other_options_are_no_axis():
     rows = [
         {"codec": codec, "blocks": blocks} for codec, blocks in (("fp16", 10), ("int8", 20))
     ]
-    assert SeenGrid.from_rows("simulate", rows).varied == ["codec"]
+    assert seen_grid("simulate", rows).varied == ["codec"]
     rows += [row | {"blocks": 99} for row in rows]
-    assert SeenGrid.from_rows("simulate", rows).varied == ["codec", "blocks"]
+    assert seen_grid("simulate", rows).varied == ["codec", "blocks"]
 
 
 def test_labels_of_files_are_the_shortest_distinct_path_ends():

@@ -101,7 +101,7 @@ def test_perfetto_gets_evictions_and_counters_of_groups(recorded):
     document = PerfettoTrace(recorded[0])
     shown = orjson.loads(b"".join(document))["traceEvents"]
     evictions = [each for each in shown if each.get("name") == "evict"]
-    assert len(evictions) == document.evictions > 0
+    assert len(evictions) == document.counts["evictions"] > 0
     assert all("group" in eviction["args"] for eviction in evictions)
     assert any(each.get("name") == "groups" for each in shown)
 

@@ -41,11 +41,6 @@ class Holder {
     return Math.round((position - this.start) / this.step);
   }
 
-  /** The span or the sequence. */
-  get owner() {
-    return this.span ?? this.seq;
-  }
-
   /** How many sequences use it. */
   get uses() {
     return this.span ? this.span.pins : 1;
@@ -508,20 +503,13 @@ class Life {
     this.holdings = Colouring.of(app).holdings(side);
     this.holder = this.holdings.holder(id);
     this.row = side.cache.taken[id];
-    const { span, start, seq } = this.holder ?? {};
+    const { request, span, start, seq } = this.holder ?? {};
+    this.request = request ?? -1; // to light up; -1: the block is free
+    this.span = span ?? null;
     this.position = -1;
     this.step = side.cache.steps?.[side.cache.groupOf[id]] ?? 1; // that of the span it is in, or will be in
     if (span || (seq && !seq.forgot)) this.position = start + this.step * this.holdings.at[id];
     else if (this.holder) this.position = this._allocated();
-  }
-
-  /** The request to light up; -1 for a free block. */
-  get request() {
-    return this.holder ? this.holder.request : -1;
-  }
-
-  get span() {
-    return this.holder?.span ?? null;
   }
 
   /** Return sentences; with `fate` also on its future, which takes a few ms a million lines. */

@@ -151,7 +151,7 @@ class CurvesPanel {
     this.charts = this._charts().map((chart) => this._chart(chart));
     this.wait = element("p", { class: "soft" }, "Curves are drawn in a moment.");
     const names = app.sides.length > 1 ? element("div", { class: "legend" }, app.sides.map(({ name }, number) =>
-      element("span", {}, element("i", { class: `fill-${SIDE_COLOURS[number]}` }), `${name}${number ? ", dashed" : ""}`))) : null;
+      element("span", {}, element("i", { style: filled(SIDE_COLOURS[number]) }), `${name}${number ? ", dashed" : ""}`))) : null;
     this.root = element("section", { class: "panel", id: "curves", "aria-label": "Curves over time" },
       element("header", {}, element("h2", {}, "Curves"), element("span", { class: "soft" }, "Press or drag to go to a time.")),
       names, this.wait, element("div", { class: "curves" }, this.charts.map(({ root }) => root)));
@@ -182,7 +182,7 @@ class CurvesPanel {
       const values = app.sides.map(() => element("b"));
       const thin = several ? number > 0 : curve.thin;
       const key = element("span", {}, several ? `${label} ` : null, values.map((value, at) => [
-        element("i", { class: `fill-${several ? SIDE_COLOURS[at] : curve.colour}${thin ? " thin" : ""}` }), several ? null : `${label} `, value, " ",
+        element("i", { class: thin && "thin", style: filled(several ? SIDE_COLOURS[at] : curve.colour) }), several ? null : `${label} `, value, " ",
       ]).flat());
       return { ...curve, label, thin, values, key };
     });

@@ -47,7 +47,7 @@ class DifferencesPanel {
         button("Difference ▸", "The next eviction that differs (d)", "difference-next", 1)),
       app.about.note ? element("p", { class: "notice" }, app.about.note) : null,
       this.canvas, element("div", { class: "legend" },
-        app.sides.map((side, number) => element("span", {}, element("i", { class: DifferencesPanel.FILLS[number] }),
+        app.sides.map((side, number) => element("span", {}, element("i", { style: filled(DifferencesPanel.COLOURS[number]) }),
           `${number ? "below" : "above"}: blocks that ${side.name} evicts, and the other not for the same request`))),
       this.text,
       element("div", { class: "scroll" }, element("table", { id: "figures" },
@@ -158,5 +158,4 @@ class DifferencesPanel {
 DifferencesPanel.shared = true;
 DifferencesPanel.HEIGHT = 44;
 DifferencesPanel.COLOURS = ["orange", "blue"];
-DifferencesPanel.FILLS = ["fill-orange", "fill-blue"];
 DifferencesPanel.FIGURES = ["hit ratio in the end", "blocks evicted so far", "differing", "cached only here"];

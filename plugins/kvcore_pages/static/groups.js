@@ -127,11 +127,7 @@ GroupPlayback.appliers = {
     this._count(row, this.columns.b[row]);
     this._hold(this._open(row), row);
   },
-  MISS(row) {
-    if (this.cache.sequences.has(this.columns.a[row])) return;
-    this._count(row, 0);
-    this._open(row);
-  },
+  MISS: Playback.appliers.MISS,
   LOAD_START(row) {
     this._hold(this.cache.sequences.get(this.columns.d[row]), row);
   },

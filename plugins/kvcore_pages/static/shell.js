@@ -92,6 +92,9 @@ const theme = {
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", theme.changed);
 
+/** Return the style of an element that is filled with a colour of the theme. */
+const filled = (name) => `background: var(--${name})`;
+
 let chartsLoaded = null;
 
 /** Return plotly.js. It is compiled when a chart is first drawn, after the page itself. */

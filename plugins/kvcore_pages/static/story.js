@@ -231,10 +231,9 @@ class StoryPanel {
       ["faint", cache.free, "free"],
     ].filter(([, blocks]) => blocks);
     this.bar.replaceChildren(...parts.map(([colour, blocks]) =>
-      element("i", { class: `fill-${colour}`, "data-share": (100 * blocks) / cache.blocks })));
-    for (const part of this.bar.children) part.style.width = `${part.dataset.share}%`;
+      element("i", { style: `${filled(colour)}; width: ${(100 * blocks) / cache.blocks}%` })));
     this.parts.replaceChildren(...parts.map(([colour, blocks, name]) =>
-      element("li", {}, element("i", { class: `fill-${colour}` }), element("b", {}, format.count(blocks)), ` ${name}`)));
+      element("li", {}, element("i", { style: filled(colour) }), element("b", {}, format.count(blocks)), ` ${name}`)));
   }
 
   /** Return paragraphs about the EVICT at `row`, and the pool after it. */

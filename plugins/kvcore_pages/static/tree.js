@@ -19,8 +19,8 @@ class Bar {
 
   /** Its name, which it keeps at other times. */
   get key() {
-    const { span, owner } = this.holder;
-    return `${span ? "span" : "sequence"} ${owner.id}`;
+    const { span, seq } = this.holder;
+    return span ? `span ${span.id}` : `sequence ${seq.id}`;
   }
 }
 

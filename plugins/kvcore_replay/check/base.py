@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import attrs
 
 from kvcore.cache.pool import Ids
+from kvcore.cache.residency import CacheStats
+from kvcore.errors import KvcoreError
+from kvcore.plugins.manager import default
 from kvcore.trace import events
 from kvcore.trace.events import violated
 from kvcore.trace.fields import encode_runs
@@ -95,7 +99,7 @@ class CacheChecker(Generic[State]):
             "rejected": lifecycles.rejected,
             "preemptions": dict(lifecycles.preemptions),
             "evictions": self.evictions.as_dict(),
-            "hit": state.hits.as_dict(),
+            "hit": hit_counts(state.hits),
             "tiers": [] if state.tiers is None else state.tiers.as_dict(),
             "header": state.header.as_dict(),
         }
@@ -138,3 +142,26 @@ class CacheChecker(Generic[State]):
     def _end(self, event: events.End) -> None:
         """Check that no request or sequence is open; the reader has checked its fields."""
         self.lifecycles.end(len(self.state.sequences))
+
+
+def hit_counts(stats: CacheStats) -> dict[str, Any]:
+    """Return lookups and hits of admissions, and the hit ratios, as a `Report` has them."""
+    counts = ("lookup_blocks", "hit_blocks", "self_hit_blocks")
+    ratios = stats.ratios()
+    return {name: getattr(stats, name) for name in counts} | {
+        "ratio": {unit: ratios[unit] for unit in ("block", "request")}
+    }
+
+
+def expires(eviction: str) -> bool:
+    """Return True if an eviction policy may expire spans, or is not built in."""
+    return of_own("eviction", eviction, "expires_spans", otherwise=True)
+
+
+@cache
+def of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
+    """Return an attribute of the class of a built-in plugin; `otherwise` for any other one."""
+    try:
+        return bool(getattr(default(kind, name), attribute))
+    except KvcoreError:
+        return otherwise

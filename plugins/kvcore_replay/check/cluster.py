@@ -6,19 +6,19 @@ from typing import Any
 
 import attrs
 
+from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.trace import events
-from kvcore.trace.events import Event, Header, violated
+from kvcore.trace.events import Event, Header, methods_by_event, violated
 from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
 from kvcore_plugins.traces.digest import EvictionDigest
+from kvcore_replay.check.base import expires, hit_counts
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.pools import PoolChecker
-from kvcore_replay.check.server import TraceChecker, expires
-from kvcore_replay.state.cache import Hits
+from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.state.layout import count_known
-from kvcore_replay.state.lifecycle import PREEMPTIONS
-from kvcore_replay.state.replicas import CHANGES, Replicas
+from kvcore_replay.state.replicas import CHANGES, UNPLACED, Replicas
 
 HITS = events.Hit, events.GroupHit
 
@@ -41,9 +41,9 @@ class CheckedReplica:
     Attributes:
         header: HEADER of the replica alone.
         leaving: whether it gets no more requests, and stops when all of its own have ended.
-        failures: how often it failed, or stopped.
         routed, evictions: counts of all lives.
-        finished, rejected, preemptions, hits: counts of the earlier lives.
+        ended: the reports of the earlier lives, after which it failed, or stopped.
+        hits: lookups and hits of these.
         sent: keys of the requests that were routed to it in this life, and of the blocks
             that they generated.
         handed: requests that it has prefilled in this life, and that another one decodes.
@@ -51,12 +51,9 @@ class CheckedReplica:
 
     header: Header
     leaving: bool = False
-    failures: int = 0
     routed: int = 0
-    finished: int = 0
-    rejected: int = 0
-    preemptions: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(PREEMPTIONS, 0))
-    hits: Hits = attrs.field(factory=Hits)
+    ended: list[dict[str, Any]] = attrs.field(factory=list)
+    hits: CacheStats = attrs.field(factory=CacheStats)
     evictions: EvictionDigest = attrs.field(factory=EvictionDigest)
     sent: set[Any] = attrs.field(factory=set)
     handed: set[int | str] = attrs.field(factory=set)
@@ -73,32 +70,26 @@ class CheckedReplica:
         return life
 
     @property
-    def all_hits(self) -> Hits:
+    def all_hits(self) -> CacheStats:
         """Lookups and hits of all lives."""
-        hits = attrs.evolve(self.hits)
-        hits.add(self.life.state.hits)
-        return hits
+        return CacheStats.sum([self.hits, self.life.state.hits])
 
     def fail(self) -> None:
         """End the current life of the replica."""
-        lifecycles = self.life.lifecycles
-        self.finished += lifecycles.finished
-        self.rejected += lifecycles.rejected
-        self.preemptions = _sums([self.preemptions, lifecycles.preemptions])
+        self.ended.append(self.life.report())
         self.hits = self.all_hits
         self._life, self.leaving = None, False
-        self.failures += 1
         self.sent.clear()
         self.handed.clear()
 
     def report(self) -> dict[str, Any]:
         """Return its state, and counts over all lives, in the form of a server's report."""
-        own = self.life.report()
-        return own | {
-            "finished": self.finished + own["finished"],
-            "rejected": self.rejected + own["rejected"],
-            "preemptions": _sums([self.preemptions, own["preemptions"]]),
-            "hit": self.all_hits.as_dict(),
+        lives = [*self.ended, self.life.report()]
+        return lives[-1] | {
+            "finished": sum(life["finished"] for life in lives),
+            "rejected": sum(life["rejected"] for life in lives),
+            "preemptions": _sums(life["preemptions"] for life in lives),
+            "hit": hit_counts(self.all_hits),
         }
 
 
@@ -153,6 +144,8 @@ class ClusterChecker:
         self._handed = 0
         # Requests given up where they were to decode, since their prefill was lost.
         self._dropped: dict[int | str, int] = {}
+        # By lines of no replica: of a router, of the links between replicas, or END.
+        self._of_none = methods_by_event(self, *UNPLACED)
         routing = header.routing or {}
         self._scales = routing.get("autoscale") is not None
         self._failures = None
@@ -174,7 +167,7 @@ class ClusterChecker:
         """
         placed = self._placed.place(event)
         if placed is None:
-            self._apply_unplaced(event)
+            self._of_none[event.event](event)
             return
         index, line = placed
         replica = self.replicas[index]
@@ -196,36 +189,23 @@ class ClusterChecker:
     def report(self) -> dict[str, Any]:
         """Return the sums over all replicas, and what each has."""
         parts = [replica.report() for replica in self.replicas]
-        hits = Hits()
-        for replica in self.replicas:
-            hits.add(replica.all_hits)
+        hits = CacheStats.sum(replica.all_hits for replica in self.replicas)
         return {
             "pool": _sums(part["pool"] for part in parts),
             "finished": sum(part["finished"] for part in parts) - self._handed,
             "rejected": self._rejected + sum(part["rejected"] for part in parts),
             "preemptions": _sums(part["preemptions"] for part in parts),
             "evictions": EvictionDigest.joined(r.evictions for r in self.replicas).as_dict(),
-            "hit": hits.as_dict(),
+            "hit": hit_counts(hits),
             "tiers": [],
             "header": self._header.as_dict(),
             "replicas": [
-                {"replica": index, "up": self._up[index], "failures": replica.failures}
+                {"replica": index, "up": self._up[index], "failures": len(replica.ended)}
                 | {"routed": replica.routed}
                 | {name: value for name, value in part.items() if name != "header"}
                 for index, (replica, part) in enumerate(zip(self.replicas, parts, strict=True))
             ],
         }
-
-    def _apply_unplaced(self, event: Event) -> None:
-        """Check a line of no replica: of a router, of the links between replicas, or END."""
-        if isinstance(event, events.Request):
-            self._request(event)
-        elif isinstance(event, events.Transfer):
-            self._transfer(event)
-        elif isinstance(event, events.Reject):
-            self._refuse(event)
-        elif isinstance(event, events.End):
-            self._end(event)
 
     def _request(self, event: events.Request) -> None:
         if event.id in self._known:
@@ -233,7 +213,7 @@ class ClusterChecker:
         self._known.add(event.id)
         self._since[event.id] = event.t
 
-    def _refuse(self, event: events.Reject) -> None:
+    def _reject(self, event: events.Reject) -> None:
         """Check that the router may turn a request away."""
         if self._since.pop(event.request, None) is None:
             violated(f"request {event.request!r} does not wait to be routed")

@@ -182,7 +182,7 @@ class GroupChecker(CacheChecker[GroupState]):
         for group in state.groups:
             position = tokens // group.size - 1
             if group.kind == "state":
-                block = state.oldest(event.request, group, position)
+                block = state.copies(event.request, group, position)[0]
                 if block.computed_at == event.t:
                     violated(f"the state in block {block.id} is computed by this step")
 
@@ -262,7 +262,7 @@ class GroupChecker(CacheChecker[GroupState]):
             violated(f"sequence {seq.id} has no private block {position} in group {group}")
         if not (self._loads(seq, group, position) or self._is_kept(seq, group, position)):
             violated(f"no request resumes after block {position} of group {group}: it is kept")
-        is_copy = self.state.has_name(seq.prompt.id, group, position)
+        is_copy = bool(self.state.copies(seq.prompt.id, group, position))
         if (event.how == "copy") is not is_copy:
             violated(f"there is {'a' if is_copy else 'no'} block of the name of {position}")
 

@@ -102,7 +102,7 @@ class PoolChecker(TraceChecker):
         """
         super().__init__(header, PoolState(header))
         self._checks |= methods_by_event(self, *POOL_EVENTS)
-        kept = self.state.kept
+        self._evicting_pools = kept = self.state.kept
         self._uses = {pool: Uses(kept[pool], splits=pool == "window") for pool in kept}
         # By open sequence, the span at which it resumes, and where the windows begin that it
         # needs for that; by request, its sequence.
@@ -320,9 +320,6 @@ class PoolChecker(TraceChecker):
         self._hold(seq)
         self._sharing = self._claim = None
         self._next, self._closing = self._closing, None
-
-    def _chooser(self, event: events.Evict) -> str | None:
-        return event.by if event.by in self._uses else super()._chooser(event)
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if isinstance(event, events.Evict) and event.by in self._uses:

@@ -9,16 +9,14 @@ spans, tables and pins of a `CacheState`. Readers that trust a whole file, such 
 from __future__ import annotations
 
 from array import array
-from functools import cache, cached_property
+from collections.abc import Callable, Container
 from typing import Any
 
 from kvcore.cache.pool import BlockPool, Ids
-from kvcore.errors import KvcoreError
-from kvcore.plugins.manager import default
 from kvcore.trace import events
 from kvcore.trace.events import CLUSTER_EVENTS, POOL_EVENTS, methods_by_event, violated
 from kvcore.trace.fields import encode_runs
-from kvcore_replay.check.base import CacheChecker
+from kvcore_replay.check.base import CacheChecker, expires
 from kvcore_replay.check.pool import AllocationOrder, CachedKeys
 from kvcore_replay.check.tiers import TierChecker
 from kvcore_replay.state.cache import APPLIED, TIERED, CacheState, TracedSequence, TracedSpan
@@ -55,6 +53,8 @@ class TraceChecker(CacheChecker[CacheState]):
         self._order = AllocationOrder(header.blocks, leaves=leaves)
         self._cached_keys = CachedKeys(self._ratio)
         self._last_span = 0
+        # Pools beside that of full attention, which may evict in place of the policy.
+        self._evicting_pools: Container[str] = ()
         # The request whose call dropped expired spans last: its MISS may name that reason.
         self._expired_for: int | str | None = None
         # The least and the most blocks of a request that may hit when it returns: those that it
@@ -68,11 +68,13 @@ class TraceChecker(CacheChecker[CacheState]):
         # Event, sequence and reason that the next line must have; and this one.
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
-        checks = methods_by_event(self, *APPLIED, "END")
-        checks |= dict.fromkeys(CLUSTER_EVENTS, self._refuse_routing)
-        checks |= dict.fromkeys(POOL_EVENTS, self._refuse_pools)
-        self._checks = checks
-        self._tiers = self._tier_checker()
+        self._checks: dict[str, Callable[[Any], object]] = {
+            **methods_by_event(self, *APPLIED, "END"),
+            **dict.fromkeys(CLUSTER_EVENTS, lambda _: violated("HEADER has no replicas")),
+            **dict.fromkeys(POOL_EVENTS, lambda _: violated("HEADER has no pools of layers")),
+        }
+        tiers, accounts = self.state.tiers, (self.state, self._cached_keys, self.lifecycles)
+        self._tiers = None if tiers is None else TierChecker(tiers, *accounts)
 
     @property
     def pool(self) -> BlockPool:
@@ -123,20 +125,6 @@ class TraceChecker(CacheChecker[CacheState]):
         """Return the number of tokens of a prompt that would hit now. O(log keys)."""
         prompt, layout = self.state.layout.prompt(request), self.state.layout
         return min(self._cached_keys.match(prompt.keys), prompt.limit) * layout.block_size
-
-    def _tier_checker(self) -> TierChecker | None:
-        tiers = self.state.tiers
-        if tiers is None:
-            return None
-        prefix = self.state.header.plugins.get("prefix")
-        return TierChecker(
-            self.state,
-            tiers,
-            self._cached_keys,
-            self.lifecycles,
-            shares=prefix is not None and _of_own("prefix", prefix.name, "shares"),
-            expires=expires,
-        )
 
     def _request(self, event: events.Request) -> None:
         known = self.state.requests.get(event.id)
@@ -250,11 +238,8 @@ class TraceChecker(CacheChecker[CacheState]):
         self._must_cache_output()
         longest = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
         begin = self._begin_generated(seq, first)
-        if (
-            begin > seq.span.end
-            or end * layout.block_size > longest
-            or prompt.share is not None
-        ):
+        beyond = begin > seq.span.end or end * layout.block_size > longest
+        if beyond or prompt.share is not None:
             violated(
                 f"the blocks that request {prompt.id!r} generates are {first} to "
                 f"{longest // layout.block_size}, after all of its prompt"
@@ -321,31 +306,23 @@ class TraceChecker(CacheChecker[CacheState]):
                 return
         self.state.prompt(event.requester)
         if event.reason == "expired":
-            if not self._expires:
+            if not expires(str(self._eviction)):
                 violated(f"eviction policy {self._eviction!r} expires nothing")
             self._expired_for = event.requester
         elif event.reason == "gone" and not self._of_engine:
             violated("only an engine loses blocks, and HEADER names none")
         self._order.expire(ids)
 
-    def _chooser(self, event: events.Evict) -> str | None:
-        """Return the name of what has chosen a victim."""
-        return self._eviction
-
     def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
         """Check the policy, the age and the hits in the line of a victim."""
-        age, by = event.t - span.last_access, self._chooser(event)
+        age = event.t - span.last_access
+        by = event.by if event.by in self._evicting_pools else self._eviction
         if event.by != by or event.hits != span.hits or event.age != age:
             violated(
                 f"span {span.id}: by {by!r}, age {age} ns, {span.hits} hits "
                 f"expected; the line says by {event.by!r}, age {event.age} ns, "
                 f"{event.hits} hits"
             )
-
-    @cached_property
-    def _expires(self) -> bool:
-        """Whether the eviction policy may expire spans."""
-        return expires(str(self._eviction))
 
     def _drop(self, event: events.Drop) -> None:
         self._order.settle()
@@ -556,12 +533,6 @@ class TraceChecker(CacheChecker[CacheState]):
         if not self._caps.refuses(prompt.tokens, tokens) and need <= self.state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 
-    def _refuse_routing(self, event: Any) -> None:
-        violated("HEADER has no replicas")
-
-    def _refuse_pools(self, event: Any) -> None:
-        violated("HEADER has no pools of layers")
-
     def _refuse_early(self, name: str) -> None:
         # The blocks that a swapped sequence leaves in a tier are stored before it closes.
         if name not in TIERED or self._tiers is None or not self._tiers.swaps:
@@ -570,17 +541,3 @@ class TraceChecker(CacheChecker[CacheState]):
 
     def _refuse_unpinned(self) -> None:
         violated("forked sequences still hold blocks that are cached now, without a pin")
-
-
-def expires(eviction: str) -> bool:
-    """Return True if an eviction policy may expire spans, or is not built in."""
-    return _of_own("eviction", eviction, "expires_spans", otherwise=True)
-
-
-@cache
-def _of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
-    """Return an attribute of the class of a built-in plugin; `otherwise` for any other one."""
-    try:
-        return bool(getattr(default(kind, name), attribute))
-    except KvcoreError:
-        return otherwise

@@ -30,13 +30,13 @@ Positions are those of blocks, ranges `[first, end)`, times ns; ids of sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, violated
+from kvcore_replay.check.base import expires, of_own
 from kvcore_replay.check.pool import CachedKeys
 from kvcore_replay.state.cache import TIERED, CacheState, TracedSequence
 from kvcore_replay.state.layout import TracedPrompt
@@ -48,6 +48,10 @@ BEFORE_COMMIT = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"
 
 FAULTS = ("corrupt", "gone", "failed")
 """Reasons of DROP of a run on tensors. No other run moves bytes, so none else has them."""
+
+
+ANY = object()
+"""Stands for any request."""
 
 
 @attrs.define
@@ -66,47 +70,27 @@ class _Swap:
     tier: TracedTier | None = None
 
 
-@attrs.frozen
-class _DueHit:
-    """A HIT that must come at the time of the line before.
-
-    Attributes:
-        request: its request; None: any.
-    """
-
-    request: int | str | None = None
-
-
 class TierChecker:
-    """Checks the lines of tiers, and the lines of the pool that must come before or after."""
+    """Checks the lines of tiers, and the lines of the pool that must come before or after.
+
+    Args:
+        tiers: the tiers.
+        state, cached, lifecycles: the accounts of the pool above them, of the keys in it, and
+            of the requests.
+    """
 
     def __init__(
         self,
-        state: CacheState,
         tiers: TracedTiers,
+        state: CacheState,
         cached: CachedKeys,
         lifecycles: Lifecycles,
-        *,
-        shares: bool,
-        expires: Callable[[str], bool],
     ) -> None:
-        """Store the accounts of the check of the pool.
-
-        Args:
-            state: the pool.
-            tiers: the tiers below it.
-            cached: the keys in the pool.
-            lifecycles: the life cycles of the requests.
-            shares: whether the pool is sure to store computed blocks.
-            expires: returns whether the eviction policy of that name may expire spans.
-        """
         self._state, self._tiers, self._cached = state, tiers, cached
-        self._lifecycles, self._shares = lifecycles, shares
-        header = state.header
-        self._expires = {
-            name: expires(str(tier.record.options.get("eviction")).partition(":")[0])
-            for name, tier in tiers.levels.items()
-        }
+        self._lifecycles, header = lifecycles, state.header
+        # Whether the pool is sure to store computed blocks.
+        prefix = header.plugins.get("prefix")
+        self._shares = prefix is not None and of_own("prefix", prefix.name, "shares")
         self._moves_bytes = header.executor == "run"
         # By the wall clock a transfer takes as long as it takes.
         self._exact = header.mode != "wall"
@@ -145,7 +129,8 @@ class TierChecker:
         self._load_due = False
         # Whether RECOVER lines may come: no other event has so far.
         self._only_recovered = True
-        self._due_hit: _DueHit | None = None
+        # The request that must hit at the time of the line before, or ANY.
+        self._due_hit: Any = None
         self._checks = methods_by_event(self, *TIERED)
 
     @property
@@ -179,10 +164,9 @@ class TierChecker:
             return False
         if begins:
             self._stored_into.clear()
-            unfinished = (
-                self._needs_offload or self._needs_drop or self._load_due or self._due_hit
-            )
-            if unfinished or self._swap or self._arriving > 0:
+            unfinished = self._needs_offload or self._needs_drop or self._load_due
+            hit_is_due = self._due_hit is not None
+            if unfinished or hit_is_due or self._swap or self._arriving > 0:
                 violated("it is of one call with the line before, which was earlier")
         check(event)
         return True
@@ -268,7 +252,7 @@ class TierChecker:
         if self._swap is not None and not self._swap.parked:
             violated(f"sequence {self._swap.seq} is swapped out, and parked nowhere")
         if self._due_hit is not None:
-            hits = event.event == "HIT" and self._due_hit.request in (None, event.request)
+            hits = event.event == "HIT" and self._due_hit in (ANY, event.request)
             if self._is_later or not hits:
                 violated("blocks were offloaded for a hit that must come here")
             self._due_hit = None
@@ -356,7 +340,7 @@ class TierChecker:
         elif self._by_hits:
             if self._is_later:
                 self._expect_hit()
-            self._due_hit = _DueHit(event.request)
+            self._due_hit = event.request
         elif self._is_later or not led:
             violated("nothing was evicted or stored just before that goes down")
 
@@ -381,7 +365,8 @@ class TierChecker:
         """Record that a call begins with this line: it must be an admission that hits."""
         if not self._by_hits:
             violated("nothing was evicted or stored just before that goes down")
-        self._due_hit = self._due_hit or _DueHit()
+        if self._due_hit is None:
+            self._due_hit = ANY
 
     def _park(self, event: events.Offload, tier: TracedTier, end: int) -> None:
         swap = self._swap
@@ -488,8 +473,10 @@ class TierChecker:
         if reason == "moved":
             self._must_be_loaded(tier, prompt, end)
             return
-        if reason == "expired" and not self._expires[tier.name]:
-            violated(f"the eviction policy of tier {tier.name!r} expires nothing")
+        if reason == "expired":
+            policy = str(tier.record.options.get("eviction")).partition(":")[0]
+            if not expires(policy):
+                violated(f"the eviction policy of tier {tier.name!r} expires nothing")
         if self._is_later:
             self._expect_hit()
         if reason == "capacity":

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 
+from kvcore.cache.residency import CacheStats
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
 from kvcore.trace.events import unfit
 from kvcore_plugins.traces.digest import EvictionDigest
 from kvcore_plugins.traces.reader import TraceReader
+from kvcore_replay.check.base import hit_counts
 from kvcore_replay.check.cluster import ClusterChecker, server_checker
-from kvcore_replay.state.cache import Hits
+from kvcore_replay.check.groups import GroupChecker
+from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.state.lifecycle import PREEMPTIONS
 from kvcore_replay.state.replicas import ServerReader
 
 SCHEMA = 1
 """The schema of a report as JSON."""
+
+Checker: TypeAlias = ClusterChecker | TraceChecker | GroupChecker
+"""Checks the lines of a trace after HEADER, one by one."""
 
 
 @attrs.frozen
@@ -119,12 +125,14 @@ def check_event(reader: TraceReader, checker: Checker | None, event: events.Even
         TraceError: the event contradicts what came before: file, line, reason.
     """
     try:
-        if checker is None:
-            return checker_of(event)  # type: ignore[arg-type]  # the reader has seen to it
-        checker.apply(event)
+        if checker is not None:
+            checker.apply(event)
+            return checker
+        assert isinstance(event, events.Header)  # the reader has seen to it
+        return ClusterChecker(event) if event.replicas else server_checker(event)
     except (LookupError, ArithmeticError, ValueError) as error:
+        # The first two are of an event that names what there is not.
         refuse(reader, event, error)
-    return checker
 
 
 def refuse(reader: TraceReader, event: events.Event, error: Exception) -> NoReturn:
@@ -192,32 +200,10 @@ class CheckedReader(ServerReader):
 replay = check_trace
 
 
-class Checker(Protocol):
-    """Checks the lines of a trace after HEADER, one by one."""
-
-    def apply(self, event: Any, /) -> None:
-        """Check the next event, and apply it; raise ViolationError if it cannot be.
-
-        LookupError and ArithmeticError are of an event that names what there is not.
-        """
-
-    def report(self) -> dict[str, Any]:
-        """Return the state, and counts, as fields of a `Report`."""
-
-
-def checker_of(header: events.Header) -> Checker:
-    """Return the checker of the lines after `header`, of one server or of several.
-
-    Raises:
-        ValueError: the sizes do not fit one another, or a proxy has written the trace.
-    """
-    return ClusterChecker(header) if header.replicas else server_checker(header)
-
-
 def _report(reader: TraceReader, checker: Checker | None, counts: dict[str, int]) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
     nothing: dict[str, Any] = {"preemptions": dict.fromkeys(PREEMPTIONS, 0)}
-    nothing |= {"hit": Hits().as_dict(), "evictions": EvictionDigest().as_dict()}
+    nothing |= {"hit": hit_counts(CacheStats()), "evictions": EvictionDigest().as_dict()}
     nothing |= {"pool": pool, "finished": 0, "rejected": 0, "tiers": [], "header": {}}
     return Report(
         file=str(reader.file),

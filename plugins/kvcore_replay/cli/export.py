@@ -115,8 +115,7 @@ def _tracks(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str
     _refuse(replica, "perfetto has all replicas, each with processes of its own")
     document = PerfettoTrace(trace, tick)
     write_lines(out, document)
-    counts = {name: getattr(document, name) for name in ("requests", "tracks", "evictions")}
-    return {"events": document.written, **counts}
+    return document.counts
 
 
 def _anonymised(trace: Path, out: Path, key: Path | None, tick: Tick) -> dict[str, Any]:

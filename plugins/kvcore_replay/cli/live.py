@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from rich.console import Console
 from rich.live import Live
@@ -41,16 +41,6 @@ STYLES = {
     "free": "bright_black",
 }
 """Styles of the parts of a pool, which have letters too."""
-
-
-class Display(Protocol):
-    """Shows a live view with its progress in words: a picture, or lines."""
-
-    def due(self, view: LiveView) -> bool:
-        """Return True if it is time to draw the view again."""
-
-    def draw(self, view: LiveView, progress: str) -> None:
-        """Draw the view."""
 
 
 class Picture:
@@ -104,17 +94,19 @@ class Lines:
         return view.now - view.now % self._step + self._step
 
 
+Display: TypeAlias = Picture | Lines
+"""Shows a live view with its progress in words."""
+
+
 @contextmanager
-def display(
-    file: TextIO, seconds: float = LINE_SECONDS, clock: Callable[[], float] = monotonic
-) -> Iterator[Display]:
+def display(file: TextIO, seconds: float = LINE_SECONDS) -> Iterator[Display]:
     """Open a display on `file`; a terminal is restored in any case."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not file.isatty() or console.is_dumb_terminal:
         yield Lines(file, seconds)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        yield Picture(live, clock)
+        yield Picture(live, monotonic)
 
 
 class Player:

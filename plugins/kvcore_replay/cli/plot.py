@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import click
 
@@ -18,9 +17,7 @@ from kvcore_replay.report import plots
 from kvcore_replay.state.residency import rebuild_residency
 from kvcore_replay.timeline import Timeline
 
-PlotKind: TypeAlias = Literal["occupancy", "hits", "ages", "timeline", "latency"]
-
-KINDS: tuple[PlotKind, ...] = ("occupancy", "hits", "ages", "timeline", "latency")
+KINDS = ("occupancy", "hits", "ages", "timeline", "latency")
 
 
 @verb(
@@ -38,7 +35,7 @@ KINDS: tuple[PlotKind, ...] = ("occupancy", "hits", "ages", "timeline", "latency
 )
 @replica_option
 @picture_option("-o", "--out", required=True, help="File for the plot: .png or .svg.")
-def plot(*, source: str, kind: PlotKind, replica: str | None, out: Path) -> None:
+def plot(*, source: str, kind: str, replica: str | None, out: Path) -> None:
     """Plot a TRACE, or the RESULT of a run: a directory that `--out` of simulate or run wrote.
 
     All kinds except `latency` need the trace, which a RESULT has too. A TRACE that is cut is
@@ -68,11 +65,7 @@ def plot(*, source: str, kind: PlotKind, replica: str | None, out: Path) -> None
         elif kind == "latency":
             write(lambda form: plots.latency(plots.Latencies.from_timeline(timeline), form))
         else:
-            draw = {
-                "occupancy": plots.occupancy,
-                "hits": plots.hits,
-                "timeline": plots.timeline,
-            }[kind]
+            draw = getattr(plots, kind)
             write(lambda form: draw(timeline, form))
     if not timeline.complete:
         echo(f"kvcore: {trace}: incomplete: {timeline.cut_reason}", err=True)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import attrs
 
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit
+from kvcore.trace.events import methods_by_event
 from kvcore_replay.belady import belady
 from kvcore_replay.misses.reasons import (
     EVICTED,
@@ -22,7 +22,7 @@ from kvcore_replay.misses.reasons import (
     RequestMisses,
     TierDrop,
 )
-from kvcore_replay.state.cache import CacheState, TracedSpan, path
+from kvcore_replay.state.cache import CacheState, TracedSpan, path, take_by
 from kvcore_replay.state.groups import GroupState
 from kvcore_replay.state.layout import TracedPrompt
 
@@ -133,13 +133,8 @@ class MissClassifier:
         """
         if victim is not None:
             self._evict(event, *victim)  # type: ignore[arg-type]
-            return
-        record = self._take.get(event.event)
-        if record is not None:
-            try:
-                record(event)
-            except LookupError as error:
-                raise unfit(error) from error
+        else:
+            take_by(self._take, event)
 
     def judge(self) -> None:
         """Divide evicted segments into capacity and policy misses, after the last line.
@@ -247,7 +242,7 @@ class MissClassifier:
     def _admit(self, reasons: RequestMisses, hit: int) -> None:
         """Classify the blocks after the first `hit`, and record the prompt's keys."""
         prompt = self.state.requests[reasons.request]
-        keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
+        keys = self._shareable(prompt)
         serial, sent = len(self._admissions), 0
         for _, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
             if sender is None:
@@ -264,8 +259,8 @@ class MissClassifier:
                 losses.append(self._missed("elsewhere", first, start, replica=other))
         reasons.losses = [
             *losses,
-            *self._lost(reasons, prompt, keys, start, reach),
-            *self._rest(reasons, prompt, keys, max(sent, start), max(start, reach)),
+            *self._lost(reasons, prompt, start, reach),
+            *self._rest(reasons, prompt, max(sent, start), max(start, reach)),
         ]
         self._admissions.append(prompt)
         self._runs.append([])
@@ -275,6 +270,10 @@ class MissClassifier:
         for key in keys[max(0, full - 1) :]:
             self._ends[key] = serial, self._followed(key)[1]
         self._senders.add(keys, 0, prompt.cacheable, serial)
+
+    def _shareable(self, prompt: TracedPrompt) -> list[Any]:
+        """Return the keys of the blocks of a prompt that may be shared."""
+        return prompt.keys[: -(-prompt.cacheable // self._ratio)]
 
     def _below(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
@@ -352,17 +351,12 @@ class MissClassifier:
         self._drops.add(keys, drop.first, drop.first + drop.blocks, note)
 
     def _lost(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        hit: int,
-        reach: int,
+        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int, reach: int
     ) -> Iterator[MissSegment]:
         """Yield the missed segments of blocks that an earlier request contained."""
         if hit >= reach:
             return
-        start = hit
+        start, keys = hit, prompt.keys
         if self._shares:
             start, other = self._in_flight(reasons, prompt, hit, reach)
             if start > hit:
@@ -388,12 +382,7 @@ class MissClassifier:
         return MissSegment(category=category, first=first * self._size, tokens=tokens, **about)
 
     def _rest(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        sent: int,
-        first: int,
+        self, reasons: RequestMisses, prompt: TracedPrompt, sent: int, first: int
     ) -> Iterator[MissSegment]:
         """Yield the missed segment from block `first` on: new or uncacheable tokens.
 
@@ -404,7 +393,7 @@ class MissClassifier:
         if not tokens:
             return
         if sent < prompt.lookup:
-            yield self._compulsory(reasons, keys, sent, start)
+            yield self._compulsory(reasons, self._shareable(prompt), sent, start)
         else:
             category = "no_keys" if prompt.unkeyed else "granularity"
             yield MissSegment(category=category, first=start, tokens=tokens)

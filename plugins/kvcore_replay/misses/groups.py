@@ -62,7 +62,6 @@ class GroupMisses(MissClassifier):
                 user=block.user,
                 age=event.t - block.last_access,
                 hits=block.hits,
-                expired=False,
             )
 
     def _hit(self, event: events.Hit) -> None:
@@ -108,29 +107,22 @@ class GroupMisses(MissClassifier):
                 reasons.losses[index] = evolve(loss, category="loaded", load_ns=took)
 
     def _lost(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        hit: int,
-        reach: int,
+        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int, reach: int
     ) -> Iterator[MissSegment]:
         """Yield the missed segments of blocks that an earlier request contained."""
         assert reasons.seq is not None
         junction = self.state.sequences[reasons.seq].junction // self._size
         start = max(hit, min(junction, reach))
         if start > hit:
-            yield from self._segments(prompt, keys, hit, start)
+            yield from self._segments(prompt, hit, start)
         if start < reach:
             end, other = self._in_flight(reasons, prompt, start, reach)
             if end > start:
                 yield self._missed("in_flight", start, end, other=other)
             if end < reach:
-                yield from self._segments(prompt, keys, end, reach)
+                yield from self._segments(prompt, end, reach)
 
-    def _segments(
-        self, prompt: TracedPrompt, keys: list[Any], first: int, end: int
-    ) -> Iterator[MissSegment]:
+    def _segments(self, prompt: TracedPrompt, first: int, end: int) -> Iterator[MissSegment]:
         """Yield the segments of blocks `[first, end)`: what evictions cost, and the rest.
 
         Up to `stored` all groups have had what they need: a cache without bounds would hit.
@@ -154,7 +146,7 @@ class GroupMisses(MissClassifier):
                 for name in self._needed(prompt, self.state.groups[index], stored, end)
             )
             category = "unstored" if any(never) else "unkept"
-            other = self._sender(keys, end)
+            other = self._sender(prompt.keys, end)
             yield self._missed(category, stored, end, other=other, groups=short)
 
     def _lacking(

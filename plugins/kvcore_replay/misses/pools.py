@@ -12,7 +12,6 @@ are cached, and the window or the state is not: spans that are tombstones.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from attrs import evolve
 
@@ -66,7 +65,6 @@ class PoolMisses(MissClassifier):
             user=self._users[span.id],
             age=event.t - span.last_access,
             hits=span.hits,
-            expired=False,
         )
 
     def _split(self, event: events.Split) -> None:
@@ -81,24 +79,19 @@ class PoolMisses(MissClassifier):
             lost.pop(span.id, None)
 
     def _lost(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        hit: int,
-        reach: int,
+        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int, reach: int
     ) -> Iterator[MissSegment]:
         """Yield the missed segments of blocks that an earlier request contained."""
         spans, end = self.state.match(prompt.keys, reach)
         if end > hit:
-            yield self._lacking(spans, hit, end, keys)
+            yield self._lacking(spans, hit, end, prompt)
         every = tuple(range(1 + len(self.state.kept)))
-        for loss in super()._lost(reasons, prompt, keys, max(hit, end), reach):
+        for loss in super()._lost(reasons, prompt, max(hit, end), reach):
             # What full attention has lost, no other pool has.
             yield evolve(loss, groups=every) if loss.category == EVICTED else loss
 
     def _lacking(
-        self, spans: list[TracedSpan], hit: int, end: int, keys: list[Any]
+        self, spans: list[TracedSpan], hit: int, end: int, prompt: TracedPrompt
     ) -> MissSegment:
         """Return the segment of blocks `[hit, end)` that full attention alone has."""
         state = self.state
@@ -115,6 +108,6 @@ class PoolMisses(MissClassifier):
             hit,
             end,
             eviction=last,
-            other=self._sender(keys, end) if last is None else last.user,
+            other=self._sender(prompt.keys, end) if last is None else last.user,
             groups=tuple(1 + list(state.kept).index(pool) for pool in short),
         )

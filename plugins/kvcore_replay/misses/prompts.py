@@ -244,11 +244,6 @@ class _Classifier:
             unread=[part for part in parts if part.tokens > 0],
         )
 
-    def _ttl(self, request: Request) -> int:
-        """Return the longest TTL (ns) that a prompt requests, or the TTL of the prices."""
-        parts = request.parts if isinstance(request, LoggedRequest) else ()
-        return max((part.ttl_ns or 0 for part in parts), default=0) or self._price.ttl_ns
-
     def _unread(
         self,
         request: Request,
@@ -264,13 +259,14 @@ class _Classifier:
         stands `early` tokens earlier in the log than by its keys.
         """
         now, unit, keys = request.arrival, size.key, full_keys(request, size)
-        ttl = self._ttl(request)
-        live = live_keys(keys, self._used, now - ttl)
         known = live_keys(keys, self._used, -1)
-        start, original = read, None
+        start, original, ttl = read, None, self._price.ttl_ns
         text = PromptSize.of_text(request)
         if isinstance(request, LoggedRequest):
             original = self._originals.find(request, known * text.key)
+            # The longest TTL that the prompt requests, if any.
+            ttl = max((part.ttl_ns or 0 for part in request.parts), default=0) or ttl
+        live = live_keys(keys, self._used, now - ttl)
         borders = [("evicted", expected), ("lapsed", unlapsed)]
         if original is None:  # Otherwise the entry of the original would be read.
             borders.append(("unmarked", size.scaled(known * unit) - early))

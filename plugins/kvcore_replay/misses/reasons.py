@@ -80,9 +80,13 @@ OPTIMUM = (
 `kvcore_replay.belady.Belady`."""
 
 
-def seconds(ns: int) -> float:
-    """Convert nanoseconds to the seconds of JSON."""
-    return ns / NS_PER_S
+STATES = ("admitted", "rejected", "decoded", "waiting")
+"""The states of requests at the end of a trace."""
+
+
+def seconds(ns: int | None) -> float | None:
+    """Convert nanoseconds to the seconds of JSON; None: there are none."""
+    return None if ns is None else ns / NS_PER_S
 
 
 @attrs.frozen(eq=False)
@@ -109,7 +113,7 @@ class Eviction:
     user: Id
     age: int
     hits: int
-    expired: bool
+    expired: bool = False
 
     def as_dict(self, now: int) -> dict[str, Any]:
         """Return the eviction as a JSON object; `before_s` counts back from `now` (ns)."""
@@ -314,6 +318,9 @@ class RequestMisses:
 
 SCHEMA = 1
 
+RUN = ("mode", "count", "block_size", "key_tokens", "blocks")
+"""Fields of HEADER that an explanation repeats."""
+
 TOP = 5
 """Number of places, victims and beneficiaries in a summary."""
 
@@ -391,10 +398,7 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
         return {
-            "requests": {
-                name: getattr(self, name)
-                for name in ("admitted", "rejected", "decoded", "waiting", "readmitted")
-            },
+            "requests": {name: getattr(self, name) for name in (*STATES, "readmitted")},
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
             "missed_tokens": self.missed_tokens,
@@ -472,15 +476,13 @@ class Explanation(Shown):
         Raises:
             InputError: the trace has no such request.
         """
-        reasons = self.requests.get(request)
-        if reasons is None and isinstance(request, str):
-            reasons = next(
-                (reasons for id_, reasons in self.requests.items() if str(id_) == request), None
-            )
-        if reasons is None:
+        named = request
+        if request not in self.requests and isinstance(request, str):
+            named = next((id_ for id_ in self.requests if str(id_) == request), request)
+        if named not in self.requests:
             msg = f"request {request!r} is not in {self.source}{self._ids(str(request))}"
             raise InputError(msg)
-        return reasons
+        return self.requests[named]
 
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the requests, with the tokens each missed by reason.
@@ -493,14 +495,14 @@ class Explanation(Shown):
             lost = dict.fromkeys(self.categories, 0)
             for loss in request.losses:
                 lost[loss.category] += loss.tokens
-            times = {"arrived_s": request.arrived, "admitted_s": request.admitted}
             rows.append(
                 {
                     "request": str(request.request),
                     "tenant": request.tenant,
                     "salt": request.salt,
                     "state": request.state,
-                    **{k: None if t is None else t / NS_PER_S for k, t in times.items()},
+                    "arrived_s": seconds(request.arrived),
+                    "admitted_s": seconds(request.admitted),
                     "prompt_tokens": request.tokens,
                     "hit_tokens": request.hit,
                     **{f"{name}_tokens": tokens for name, tokens in lost.items()},
@@ -526,10 +528,8 @@ class Explanation(Shown):
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
         points: dict[int, DivergencePoint] = {}
-        lost = (
-            (reasons, loss) for reasons in self.requests.values() for loss in reasons.losses
-        )
-        for reasons, loss in lost:
+        every = self.requests.values()
+        for reasons, loss in ((each, loss) for each in every for loss in each.losses):
             sums = [categories[loss.category], *(groups[index] for index in loss.groups)]
             if loss.way is not None:
                 sums.append(ways[loss.way])
@@ -545,15 +545,12 @@ class Explanation(Shown):
             prefill = self.prefill_seconds(loss)
             for missed in sums:
                 missed.add(loss.tokens, prefill, first=loss is reasons.losses[0])
-        admitted = [each for each in self.requests.values() if each.admitted is not None]
+        admitted = [each for each in every if each.admitted is not None]
         prompts = [reasons.tokens for reasons in admitted]
         hits = [reasons.hit for reasons in admitted]
         places = sorted(points.values(), key=lambda point: (-point.requests, -point.tokens))
         return Summary(
-            admitted=states["admitted"],
-            rejected=states["rejected"],
-            decoded=states["decoded"],
-            waiting=states["waiting"],
+            **{state: states[state] for state in STATES},
             readmitted=sum(reasons.again for reasons in admitted),
             prompt_tokens=sum(prompts),
             hit_tokens=sum(hits),
@@ -566,7 +563,7 @@ class Explanation(Shown):
             places=places[:top],
             victims=victims.most_common(top),
             beneficiaries=beneficiaries.most_common(top),
-            load_s=seconds(loads),
+            load_s=loads / NS_PER_S,
             groups=groups,
         )
 
@@ -577,10 +574,7 @@ class Explanation(Shown):
             "source": self.source,
             "complete": self.complete,
             "cut_reason": self.cut_reason,
-            **{
-                name: self.header[name]
-                for name in ("mode", "count", "block_size", "key_tokens", "blocks")
-            },
+            **{name: self.header[name] for name in RUN},
             "eviction": self.plugin("eviction"),
             "prefix": self.plugin("prefix"),
             "recompute": {"model": self.cost.model, "device": self.cost.device},
@@ -595,7 +589,6 @@ class Explanation(Shown):
 
     def request_dict(self, reasons: RequestMisses) -> dict[str, Any]:
         """Return the misses of one request as a JSON object."""
-        admitted = reasons.admitted
         return {
             "request": reasons.request,
             "state": reasons.state,
@@ -603,14 +596,14 @@ class Explanation(Shown):
             "salt": reasons.salt,
             "tenant": reasons.tenant,
             "arrived_s": seconds(reasons.arrived),
-            "admitted_s": None if admitted is None else seconds(admitted),
+            "admitted_s": seconds(reasons.admitted),
             "seq": reasons.seq,
             **({} if reasons.replica is None else {"replica": reasons.replica}),
             "readmitted": reasons.again,
             "prompt_tokens": reasons.tokens,
             "hit_tokens": reasons.hit,
             "missed_tokens": sum(loss.tokens for loss in reasons.losses),
-            "losses": [self._segment(loss, admitted or 0) for loss in reasons.losses],
+            "losses": [self._segment(loss, reasons.admitted or 0) for loss in reasons.losses],
         }
 
     def _segment(self, loss: MissSegment, now: int) -> dict[str, Any]:
@@ -626,7 +619,7 @@ class Explanation(Shown):
             "place": None if point is None else point.as_dict(),
             "other_salts": loss.other_salts,
             "tier": loss.tier,
-            "load_s": None if loss.load_ns is None else seconds(loss.load_ns),
+            "load_s": seconds(loss.load_ns),
             "drop": None if drop is None else drop.as_dict(now),
             **({} if loss.replica is None else {"replica": loss.replica}),
             **({"groups": list(loss.groups)} if loss.groups else {}),

@@ -129,10 +129,11 @@ def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict
     if router is None or not {"view", "fail"} <= routing.keys():
         msg = f"{file}: the header says nothing of the routing, so it cannot be made again"
         raise InputError(msg)
+    groups = replica_groups(header)
+    (_, first), *_ = groups
     tables = [
-        {"count": count, **(_of_server(file, own, plugins) if own != alone else {})}
-        for alone in [next(own for _, own in replica_groups(header))]
-        for count, own in replica_groups(header)
+        {"count": count, **(_of_server(file, own, plugins) if own != first else {})}
+        for count, own in groups
     ]
     planner, split = routing.get("autoscale"), routing.get("disaggregate")
     _refuse_code(file, "disaggregate", split)  # it names a router, too

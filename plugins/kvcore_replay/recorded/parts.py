@@ -112,15 +112,12 @@ class RecordedParts(RunParts):
         super().add_tiers(cache)
         if cache.trace is not None and "tier" not in self._changed:
             # Their paths are in the header still, which was not to open them.
-            pairs = zip(self._header["tiers"], cache.tiers.levels, strict=True)
-            sizes = (
-                tier | {"slots": level.pool.blocks, "slot_bytes": level.slot_bytes}
-                for tier, level in pairs
-            )
-            # Blocks that an earlier run had left in them are not there now.
-            cache.trace.describe(
-                tiers=[{k: v for k, v in tier.items() if k != "recovered"} for tier in sizes]
-            )
+            tiers = [dict(tier) for tier in self._header["tiers"]]
+            for tier, level in zip(tiers, cache.tiers.levels, strict=True):
+                tier |= {"slots": level.pool.blocks, "slot_bytes": level.slot_bytes}
+                # Blocks that an earlier run had left in them are not there now.
+                tier.pop("recovered", None)
+            cache.trace.describe(tiers=tiers)
 
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build the latency model.

@@ -217,14 +217,10 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.25 * max(values, default=0) or 1)
-    axes.xaxis.set_major_locator(_few())
-    axes.xaxis.set_major_formatter(lambda value, _: panel.text(value))
-
-
-def _few() -> Any:
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - as in `picture`
 
-    return MaxNLocator(4)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(lambda value, _: panel.text(value))
 
 
 def as_percent(value: float) -> str:

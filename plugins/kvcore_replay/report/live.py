@@ -97,12 +97,10 @@ class LiveView:
         """
         now, pool = self._sample(self.now), self.pool()
         hits, total, rate = self._rates(now)
-        explained = [
-            (f"{letter} {part if width >= WIDE else ''}".rstrip(), part)
-            for part, letter in PARTS.items()
-        ]
-        legend: Line = [(f"{self._blocks:,} blocks: " if width >= WIDE else "", "")]
-        for (text, part), blocks in zip(explained, pool.values(), strict=True):
+        explains = width >= WIDE
+        legend: Line = [(f"{self._blocks:,} blocks: " if explains else "", "")]
+        for part, blocks in pool.items():
+            text = f"{PARTS[part]} {part}" if explains else PARTS[part]
             legend += [(text, part), (f" {blocks / self._blocks:.0%}  ", "")]
         history = [*self._samples, now][-max(width - 10, 1) :]
         most_running = max(sample.running for sample in history) or 1
@@ -110,25 +108,17 @@ class LiveView:
             [(f"{clock(self.now)}  {progress}", "")],
             self._bar(pool, width),
             legend,
+            *_parts(self._builder.state),
             [(f"queue     waiting {self._builder.waiting:,}   running {now.running:,}", "")],
             [(f"hits      last {WINDOW_S} s {hits}   in all {total}", "")],
             [(f"evicted   {rate}   in all {now.evicted:,} blocks", "")],
             [(f"occupied  {bars(sample.used for sample in history)}", "")],
             [(f"running   {bars(sample.running / most_running for sample in history)}", "")],
         ]
-        state = self._builder.state
-        if isinstance(state, GroupState):
-            shown.insert(3, [(_groups(state), "")])
-        elif isinstance(state, PoolState):
-            shown.insert(3, [(_pools(state), "")])
         if height >= TALL:
             shown.insert(0, [(self._about(), "")])
-            room = height - len(shown) - 2
-            shown += [
-                [],
-                [("last events", "")],
-                *([(text, "")] for text in self.last_events(room)),
-            ]
+            last = self.last_events(height - len(shown) - 2)
+            shown += [[], *([(text, "")] for text in ("last events", *last))]
         return shown[:height]
 
     def line(self) -> str:
@@ -195,20 +185,17 @@ class LiveView:
         ]
 
 
-def _groups(state: GroupState) -> str:
-    """Return the share of the pool that each cache group has."""
-    pairs = zip(state.groups, state.used_by_group, strict=True)
-    shares = (f"{group} {used / state.header.blocks:.0%}" for group, used in pairs)
-    return f"groups    {'   '.join(shares)}"
-
-
-def _pools(state: PoolState) -> str:
-    """Return the share of its slots that each pool beside that of full attention has in use."""
-    shares = (
-        f"{pool} {1 - state.free_slots[pool] / slots:.0%}"
-        for pool, slots in state.slots.items()
-    )
-    return f"pools     {'   '.join(shares)}"
+def _parts(state: CacheState | GroupState) -> list[Line]:
+    """Return a line with the use of each cache group, or pool, by its share; none without."""
+    if isinstance(state, GroupState):
+        used = zip(state.groups, state.used_by_group, strict=True)
+        parts = [f"{group} {blocks / state.header.blocks:.0%}" for group, blocks in used]
+        return [[(f"groups    {'   '.join(parts)}", "")]]
+    if isinstance(state, PoolState):
+        free = state.free_slots
+        parts = [f"{pool} {1 - free[pool] / slots:.0%}" for pool, slots in state.slots.items()]
+        return [[(f"pools     {'   '.join(parts)}", "")]]
+    return []
 
 
 def _words(event: events.Event, group: list[Any], state: CacheState | GroupState) -> str:

@@ -175,16 +175,12 @@ class RequestReport:
 
     def _short(self, loss: MissSegment) -> str:
         """Return sentences about the groups, or pools, that lacked blocks; "" without any."""
-        groups = self.explanation.groups
         if not loss.groups:
             return ""
         part = "pool" if self.explanation.parts == "layer_pools" else "group"
-        short = [f"{part} {index} ({groups[index]['kind']})" for index in loss.groups]
-        complete = [
-            f"{index} ({group['kind']})"
-            for index, group in enumerate(groups)
-            if index not in loss.groups
-        ]
+        named = [f"{n} ({group['kind']})" for n, group in enumerate(self.explanation.groups)]
+        short = [f"{part} {named[index]}" for index in loss.groups]
+        complete = [each for index, each in enumerate(named) if index not in loss.groups]
         has = "have their blocks" if len(complete) > 1 else "has its blocks"
         others = f"; {', '.join(complete)} {has}" if complete else ""
         return f" Short at token {loss.end:,}: {', '.join(short)}{others}."
@@ -307,22 +303,17 @@ class SummaryReport:
     def groups(self) -> Table:
         """The tokens for which each cache group or pool was short, alone or with others."""
         pools = self.summary.get("layer_pools")
-        headers = ["group" if pools is None else "pool", "keeps", "short for", "prefill"]
-        headers.append("stopped")
-        groups = pools or self.summary["cache_groups"]
-        rows: list[TableRow] = [
-            [
-                str(index),
-                f"{group['slots']:,} slots ({group['kind']})" if pools else group_text(group),
-                f"{short['tokens']:,}",
-                format_seconds(short["prefill_s"]),
-                f"{short['stopped']:,}",
-            ]
-            for index, (group, short) in enumerate(
-                zip(groups, self.summary["groups"], strict=True)
+        measures = ["short for", "prefill", "stopped"]
+        pairs = zip(pools or self.summary["cache_groups"], self.summary["groups"], strict=True)
+        rows = []
+        for index, (group, short) in enumerate(pairs):
+            keeps = (
+                f"{group['slots']:,} slots ({group['kind']})" if pools else group_text(group)
             )
-        ]
-        return Table(headers, rows, headers[2:])
+            tokens, stopped = (f"{short[name]:,}" for name in ("tokens", "stopped"))
+            prefill = format_seconds(short["prefill_s"])
+            rows.append([str(index), keeps, tokens, prefill, stopped])
+        return Table(["group" if pools is None else "pool", "keeps", *measures], rows, measures)
 
     @property
     def places(self) -> Table:
@@ -330,25 +321,21 @@ class SummaryReport:
         headers = ["parting at token", "into prompt", "requests", "tokens", "such as"]
         rows = []
         for point in self.summary["places"]:
-            first, requests, tokens = (
-                f"{point[name]:,}" for name in ("first_token", "requests", "tokens")
-            )
+            counts = (f"{point[name]:,}" for name in ("requests", "tokens"))
+            place = f"{point['first_token']:,}", f"{point['prompt_share']:.0%}"
             other = "" if point["other"] is None else f" from {point['other']}"
-            example = f"{point['example']}{other}"
-            rows.append([first, f"{point['prompt_share']:.0%}", requests, tokens, example])
+            rows.append([*place, *counts, f"{point['example']}{other}"])
         return Table(headers, rows)
 
     @property
     def requests(self) -> Table:
         """The requests that lost most to evictions, and those that caused most."""
         headers = ["request", "tokens it lost", "request ", "tokens lost for it"]
-        pairs = zip_longest(
-            *(
-                [(str(row["request"]), f"{row['tokens']:,}") for row in self.summary[name]]
-                for name in ("victims", "beneficiaries")
-            ),
-            fillvalue=("", ""),
+        victims, winners = (
+            [(str(row["request"]), f"{row['tokens']:,}") for row in self.summary[name]]
+            for name in ("victims", "beneficiaries")
         )
+        pairs = zip_longest(victims, winners, fillvalue=("", ""))
         return Table(headers, [[*victim, *winner] for victim, winner in pairs])
 
     def chart(self) -> Chart:

@@ -60,17 +60,19 @@ class PerfettoTrace:
     Attributes:
         trace: the file.
         tick: called with the bytes of the trace that have been read.
-        requests, tracks, evictions: number of each that were yielded so far.
-        written: number of events that were yielded so far.
+        counts: number of events, requests, tracks and evictions that were yielded so far.
     """
 
     trace: str | os.PathLike[str]
     tick: Tick = unseen
-    requests: int = 0
-    tracks: int = 0
-    evictions: int = 0
-    written: int = 0
+    counts: dict[str, int] = attrs.field(init=False)
     _header: dict[str, Any] = attrs.field(factory=dict, init=False)
+    # By replica and life.
+    _servers: dict[tuple[int, int], _ServerTracks] = attrs.field(factory=dict, init=False)
+
+    @counts.default
+    def _none_yet(self) -> dict[str, int]:
+        return dict.fromkeys(("events", "requests", "tracks", "evictions"), 0)
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the lines. Takes the memory of a timeline, not of the document.
@@ -84,7 +86,7 @@ class PerfettoTrace:
         for event in self._all():
             if before:
                 yield before + b",\n"
-            self.written += 1
+            self.counts["events"] += 1
             before = event
         yield before + b"\n],\n"
         other = {
@@ -96,7 +98,6 @@ class PerfettoTrace:
 
     def _all(self) -> Iterator[bytes]:
         """Yield all events: evictions and transfers during the reading, then the others."""
-        servers: dict[tuple[int, int], _ServerTracks] = {}
         reader = read_events(self.trace)
         take: Callable[[events.Event], Iterator[bytes]] | None = None
         for line in ticked(reader, self.tick):
@@ -104,9 +105,10 @@ class PerfettoTrace:
                 if isinstance(line, events.Header):
                     self._header = line.as_dict()
                     if line.replicas:
-                        take = partial(_of_replica, Replicas(line), servers)
+                        take = partial(self._of_replica, Replicas(line))
                     else:
-                        servers[0, 1] = server = _ServerTracks(TimelineBuilder(line))
+                        server = _ServerTracks(TimelineBuilder(line), self.counts)
+                        self._servers[0, 1] = server
                         yield from server.named()
                         take = server.take
                 elif take is not None:
@@ -114,37 +116,30 @@ class PerfettoTrace:
             except ValueError as error:
                 reader.fail(f"{line.event}: {error}")
         reader.require_complete()
-        for server in servers.values():
+        for server in self._servers.values():
             yield from server.rest()
-            for name in ("requests", "tracks", "evictions"):
-                setattr(self, name, getattr(self, name) + getattr(server, name))
 
-
-def _of_replica(
-    replicas: Replicas, servers: dict[tuple[int, int], _ServerTracks], line: events.Event
-) -> Iterator[bytes]:
-    """Apply a line of a cluster to its replica; yield the events of that replica.
-
-    `servers` has those of each replica and life so far.
-    """
-    placed = replicas.place(line)
-    if placed is None:
-        if isinstance(line, events.End):
-            for server in servers.values():
-                if server.up:
-                    yield from server.take(line)
-        return
-    replica, own = placed
-    life = replicas.lives[replica]
-    if (replica, life) not in servers:
-        name = f"replica {replica}" if life == 1 else f"replica {replica}, life {life}"
-        builder = TimelineBuilder(replicas.headers[replica])
-        servers[replica, life] = _ServerTracks(builder, len(servers), name)
-        yield from servers[replica, life].named()
-    server = servers[replica, life]
-    server.up = replicas.up[replica]
-    if own.event not in CHANGES:
-        yield from server.take(own)
+    def _of_replica(self, replicas: Replicas, line: events.Event) -> Iterator[bytes]:
+        """Apply a line of a cluster to its replica; yield the events of that replica."""
+        placed, servers = replicas.place(line), self._servers
+        if placed is None:
+            if isinstance(line, events.End):
+                for server in servers.values():
+                    if server.up:
+                        yield from server.take(line)
+            return
+        replica, own = placed
+        life = replicas.lives[replica]
+        if (replica, life) not in servers:
+            name = f"replica {replica}" if life == 1 else f"replica {replica}, life {life}"
+            builder = TimelineBuilder(replicas.headers[replica])
+            server = _ServerTracks(builder, self.counts, len(servers), name)
+            servers[replica, life] = server
+            yield from server.named()
+        server = servers[replica, life]
+        server.up = replicas.up[replica]
+        if own.event not in CHANGES:
+            yield from server.take(own)
 
 
 @attrs.define(eq=False)
@@ -153,19 +148,17 @@ class _ServerTracks:
 
     Attributes:
         builder: makes its timeline.
+        counts: those of the document, to which it adds its own.
         number: its place among the servers of the document, from 0.
         name: the first part of the names of its processes; empty for a single server.
         up: whether it runs until the end of the trace.
-        requests, tracks, evictions: number of each that were yielded so far.
     """
 
     builder: TimelineBuilder
+    counts: dict[str, int]
     number: int = 0
     name: str = ""
     up: bool = True
-    requests: int = 0
-    tracks: int = 0
-    evictions: int = 0
 
     def named(self) -> Iterator[bytes]:
         """Yield the names of its processes."""
@@ -186,7 +179,7 @@ class _ServerTracks:
             return
         self.builder.take(line)
         if isinstance(line, (events.Evict, events.GroupEvict, events.Drop)):
-            self.evictions += 1
+            self.counts["evictions"] += 1
             yield _eviction(self._pid(POOL), line)
 
     def rest(self) -> Iterator[bytes]:
@@ -223,7 +216,7 @@ class _ServerTracks:
         """Yield the slices of all requests, one request after another."""
         requests, phases = self.builder.requests, self.builder.phases.lasting()
         chunks, pid = self.builder.chunks, self._pid(REQUESTS)
-        self.requests = len(requests)
+        self.counts["requests"] += len(requests)
         lanes = _Lanes(shared=len(requests) > MOST_TRACKS)
         of_request = _grouped(phases.request, len(requests))
         parts_of_request = _grouped(chunks.request, len(requests))
@@ -233,7 +226,7 @@ class _ServerTracks:
             lane, new = lanes.take(begin, end)
             tid = FIRST_TRACK + TRACKS * self.number + lane
             if new:
-                self.tracks += 1
+                self.counts["tracks"] += 1
                 name = f"lane {lane + 1}" if lanes.shared else f"request {requests.ids[row]}"
                 yield from _thread(pid, tid, name, order=lane)
             name, args = f"request {requests.ids[row]}", self._described(row)

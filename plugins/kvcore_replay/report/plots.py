@@ -226,13 +226,11 @@ def _rows(figure: Figure, timeline: Timeline) -> None:
     unit, factor = _unit(timeline.end - timeline.begin)
     for kind in map(Kind, sorted(set(phases.kind))):
         bars = [
-            (row, begin, end)
+            (row, begin / factor, (end - begin) / factor)
             for row, kind_of_phase, begin, end, _ in phases
             if kind_of_phase is kind
         ]
-        rows, starts, ends = zip(*bars, strict=True)
-        widths = [(end - begin) / factor for begin, end in zip(starts, ends, strict=True)]
-        left = [begin / factor for begin in starts]
+        rows, left, widths = zip(*bars, strict=True)
         height = 0.3 if kind.waits else 0.8
         label, colour = kind.name.lower(), PHASES[kind]
         axes.barh(rows, widths, height, left, color=colour, linewidth=0, label=label)
@@ -248,10 +246,9 @@ def _rows(figure: Figure, timeline: Timeline) -> None:
         ("rejected", refused, requests.arrival, "D", GREY),
     ):
         if marked:
-            times_of_rows = [times[row] / factor for row in marked]
-            look: Any = {"marker": marker, "color": colour, "markersize": 3.5}
+            look: Any = {"color": colour, "markersize": 3.5, "markeredgecolor": INK}
             axes.plot(
-                times_of_rows, marked, label=label, linestyle="", markeredgecolor=INK, **look
+                [times[row] / factor for row in marked], marked, marker, label=label, **look
             )
     if len(requests) <= NAMED:
         names = [printable(shorten(str(name))) for name in requests.ids]
@@ -291,8 +288,8 @@ def _density(figure: Figure, timeline: Timeline) -> None:
     if lost:
         style = {"transform": below.get_xaxis_transform(), "clip_on": False}
         below.plot([time / factor for time in lost], [0] * len(lost), "x", color=RED, **style)
-    tokens, losses = counted(len(waits), "first token"), counted(len(lost), "preemption")
-    title = f"{tokens}, dots; {losses}{', crosses' if lost else ''}"
+    losses = f"{counted(len(lost), 'preemption')}{', crosses' if lost else ''}"
+    title = f"{counted(len(waits), 'first token')}, dots; {losses}"
     below.set_title(title, loc="left", fontsize=8)
     below.set_xlabel(f"time, {unit}")
     _plain(above, below)
@@ -383,16 +380,17 @@ class Latencies:
         Raises:
             InputError: the folder has no result, or a file of it is damaged.
         """
-        summary, rows = _document(folder / SUMMARY), _lines(folder / REQUESTS)
+        summary = _parsed(folder / SUMMARY, orjson.loads)
+        rows = _parsed(folder / REQUESTS, lambda text: [*map(orjson.loads, text.splitlines())])
         try:
             samples = {
                 name: [_seconds(row[column]) for row in rows if row[column] is not None]
                 for name, column in COLUMNS.items()
             }
-            slo = summary["slo"]
-            limits = {name: slo[f"{part}_s"] for part, name in SLO_NAMES.items()}
             expected = {
-                name: _seconds(time) for name, time in limits.items() if time is not None
+                name: _seconds(time)
+                for part, name in SLO_NAMES.items()
+                if (time := summary["slo"][f"{part}_s"]) is not None
             }
             gaps = _percentiles(summary["itl_s"] or {})
             config = summary.get("config")
@@ -527,17 +525,16 @@ def _expected(axes: Axes, limit: float | None) -> None:
     if limit is None:
         return
     low, high = axes.get_xlim()
-    near = low <= limit <= 4 * high
-    if near:
+    place, beside, side = low, 3, "left"
+    text = f"SLO {format_seconds(limit)}"
+    if low <= limit <= 4 * high:
         axes.set_xlim(low, max(high, 1.3 * limit))
         axes.axvline(limit, color=RED, linewidth=1, linestyle="--")
-    beyond = "" if near else f", {'beyond' if limit > high else 'before'} this axis"
-    text = f"SLO {format_seconds(limit)}{beyond}"
-    anchor = (limit, 4) if near else (low, 4)
-    axes.annotate(
-        text, anchor, (-3 if near else 3, 0), textcoords="offset points", color=RED,
-        fontsize=8, ha="right" if near else "left",
-    )  # fmt: skip
+        place, beside, side = limit, -3, "right"
+    else:
+        text += f", {'beyond' if limit > high else 'before'} this axis"
+    style: Any = {"color": RED, "fontsize": 8, "ha": side}
+    axes.annotate(text, (place, 4), (beside, 0), textcoords="offset points", **style)
 
 
 def _framed(
@@ -729,21 +726,11 @@ def _plain(*panels: Axes) -> None:
         axes.tick_params(labelsize=8)
 
 
-def _document(file: Path) -> Any:
-    """Return the JSON of a file of a result; raise InputError if it cannot be read."""
+def _parsed(file: Path, parse: Callable[[bytes], Any]) -> Any:
+    """Return what a file of a result has; raise InputError if it cannot be read."""
     try:
-        return orjson.loads(file.read_bytes())
+        return parse(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise _no_result(file, error) from error
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        return [orjson.loads(line) for line in file.read_bytes().splitlines()]
-    except (OSError, ValueError) as error:
-        raise _no_result(file, error) from error
-
-
-def _no_result(file: Path, error: Exception) -> InputError:
-    wrote = "no result that `kvcore simulate --out` wrote"
-    return InputError(f"{file.parent} is {wrote}: {file.name}: {error}")
+        wrote = "no result that `kvcore simulate --out` wrote"
+        msg = f"{file.parent} is {wrote}: {file.name}: {error}"
+        raise InputError(msg) from error

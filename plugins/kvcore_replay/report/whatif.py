@@ -11,7 +11,7 @@ import attrs
 
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import NS_PER_S, format_dollars, format_number, format_seconds
+from kvcore.units import format_dollars, format_number, format_seconds
 from kvcore_cli.report.simulation import overload
 from kvcore_cli.report.tables import (
     NONE,
@@ -55,7 +55,7 @@ class WhatIfReport:
     @property
     def sections(self) -> list[Section]:
         """The whole report on both runs, with their bills if there are prices."""
-        old, new = (run.bill for run in (self.whatif.recorded, self.whatif.rerun))
+        old, new = (run.bill for run in self._runs.values())
         bills: list[Section] = []
         if old is not None and new is not None:
             from kvcore_replay.report.billing import OF_TRACE, bill_sections  # noqa: PLC0415 - for prices alone
@@ -74,24 +74,25 @@ class WhatIfReport:
         ]
 
     @property
+    def _runs(self) -> dict[str, RunSummary]:
+        return {"recorded": self.whatif.recorded, "what if": self.whatif.rerun}
+
+    @property
     def warning(self) -> str:
         """A warning of overload for each of the runs whose queue grows."""
-        whatif, lines = self.whatif, []
-        for name, run in (("recorded", whatif.recorded), ("what if", whatif.rerun)):
+        lines = []
+        for name, run in self._runs.items():
             if run.saturated:
-                able = _able(run.config)
-                saturation = run.saturation or {}
-                why = overload(
-                    saturation, run.offered_load, run.slo_met, able, "times marked *"
-                )
-                lines.append(f"SATURATED, {name}: {whatif.workload} {why}")
+                load = run.saturation or {}, run.offered_load, run.slo_met
+                why = overload(*load, _able(run.config), "times marked *")
+                lines.append(f"SATURATED, {name}: {self.whatif.workload} {why}")
         return "\n".join(lines)
 
     @property
     def headline(self) -> str:
         """Sentences about the run and the options that changed."""
         whatif = self.whatif
-        one, other = (settings_of(run.config) for run in (whatif.recorded, whatif.rerun))
+        one, other = (settings_of(run.config) for run in self._runs.values())
         requests = counted(whatif.recorded.requests, "request")
         lines = [f"{whatif.workload}: {requests} of {whatif.file}."]
         # The configuration of a run without a retention policy has no such key.
@@ -127,9 +128,8 @@ class WhatIfReport:
     @property
     def table(self) -> Table:
         """Both runs, the most important figures first."""
-        runs = [self.whatif.recorded, self.whatif.rerun]
-        rows = list(run_rows(runs, timed=self.whatif.timed))
-        return Table(["", "recorded", "what if", "change"], rows)
+        rows = run_rows([*self._runs.values()], timed=self.whatif.timed)
+        return Table(["", *self._runs, "change"], [*rows])
 
     @property
     def verdict(self) -> str:
@@ -152,7 +152,7 @@ class WhatIfReport:
     def prices(self) -> str:
         """A sentence with the prices of the GPUs of both runs; empty without costs."""
         prices: dict[str, None] = {}  # in order, and one of both runs once
-        for run in (self.whatif.recorded, self.whatif.rerun):
+        for run in self._runs.values():
             if run.cost:
                 prices |= dict.fromkeys(run.cost["prices"].split("; "))
         return f"GPUs: {'; '.join(prices)}." if prices else ""
@@ -174,17 +174,15 @@ class WhatIfReport:
 
     def chart(self) -> Chart:
         """Return a chart of the share of blocks that hit in both runs."""
-        runs = {"recorded": self.whatif.recorded, "what if": self.whatif.rerun}
-        hits = {name: [(0.0, run.hit["ratio"]["block"] or 0.0)] for name, run in runs.items()}
+        ratios = ((name, run.hit["ratio"]["block"]) for name, run in self._runs.items())
+        hits = {name: [(0.0, ratio or 0.0)] for name, ratio in ratios}
         return Chart("", "", "", [Panel("blocks looked up that hit", hits, share)])
 
     def _request(self, change: Change) -> TableRow:
-        fates = change.recorded, change.rerun
-        seconds = [None if fate.ttft is None else fate.ttft / NS_PER_S for fate in fates]
-        times = (
-            [cell(second, format_seconds) for second in seconds] if self.whatif.timed else []
-        )
-        hits = [f"{fate.hit_tokens:,}" for fate in fates]
+        fates = [fate.as_dict() for fate in (change.recorded, change.rerun)]
+        hits = [f"{fate['hit_tokens']:,}" for fate in fates]
+        clocked = fates if self.whatif.timed else []
+        times = [cell(fate["ttft_s"], format_seconds) for fate in clocked]
         return [str(change.request), f"{change.prompt:,}", *hits, *times]
 
 
@@ -260,23 +258,18 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
     if before == after or (write is not _count and isclose(before, after)):
         return SAME
     if write is _count:
-        return f"{after - before:+,}"
-    if write is share:
+        change = f"{after - before:+,}"
+    elif write is share:
         change = f"{100 * (after - before):+.1f} points"
     elif not before:
-        return NONE
-    elif after > MANY * before or before > MANY * after > 0:
-        return _factor(before, after)
+        change = NONE
+    elif after > MANY * before:
+        change = f"{format_number(after / before)} times"
+    elif before > MANY * after > 0:
+        change = f"{format_number(before / after)} times less"
     else:
         change = f"{after / before - 1:+.1%}"
     return ABOUT if change[1:] in ("0.0%", "0.0 points") else change
-
-
-def _factor(before: float, after: float) -> str:
-    """Return a change as a factor above 1."""
-    more = after > before
-    times = format_number(after / before if more else before / after)
-    return f"{times} times{'' if more else ' less'}"
 
 
 def _count(count: int) -> str:

@@ -7,13 +7,14 @@ checks that the events are possible, whatever the digest is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import attrs
 
 from kvcore.cache.pool import Ids
+from kvcore.cache.residency import CacheStats
 from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace import events
 from kvcore.trace.events import ViolationError, methods_by_event, unfit, violated
@@ -138,43 +139,18 @@ def path(span: TracedSpan) -> Iterator[TracedSpan]:
         span = span.parent
 
 
-@attrs.define
-class Hits:
-    """Blocks that admissions looked up and hit; those admitted again found their own."""
+def take_by(methods: Mapping[str, Callable[[Any], object]], event: events.Event) -> None:
+    """Call the method for the kind of an event, if there is one.
 
-    lookup_blocks: int = 0
-    hit_blocks: int = 0
-    self_hit_blocks: int = 0
-    looked_up: int = 0
-    ratios: float = 0.0
-
-    def count(self, lookup: int, hit: int, *, resumed: bool) -> None:
-        """Count an admission that hit `hit` of `lookup` blocks."""
-        if resumed:
-            self.self_hit_blocks += hit
-        elif lookup:
-            self.lookup_blocks += lookup
-            self.hit_blocks += hit
-            self.looked_up += 1
-            self.ratios += hit / lookup
-
-    def add(self, other: Hits) -> None:
-        """Add the counts of another cache."""
-        for name in attrs.fields_dict(Hits):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counts, with the hit ratio by block and by request (None: no lookups)."""
-        some = self.looked_up > 0
-        return {
-            "lookup_blocks": self.lookup_blocks,
-            "hit_blocks": self.hit_blocks,
-            "self_hit_blocks": self.self_hit_blocks,
-            "ratio": {
-                "block": self.hit_blocks / self.lookup_blocks if some else None,
-                "request": self.ratios / self.looked_up if some else None,
-            },
-        }
+    Raises:
+        ViolationError: the event names what there is not.
+    """
+    method = methods.get(event.event)
+    if method is not None:
+        try:
+            method(event)
+        except (LookupError, ArithmeticError) as error:
+            raise unfit(error) from error
 
 
 Opened = TypeVar("Opened")
@@ -187,7 +163,7 @@ class TracedState(Generic[Opened]):
         header, layout: the first line, and the layout of prompts in blocks of HEADER.
         sequences: the open sequences by id.
         requests: the prompts of all requests so far, by id, in blocks of HEADER.
-        hits: lookups and hits of the admissions so far.
+        hits: lookups and hits of the admissions so far, whose tokens are those of blocks.
     """
 
     def __init__(self, header: events.Header) -> None:
@@ -195,20 +171,11 @@ class TracedState(Generic[Opened]):
         self.layout = TraceLayout.from_header(header)
         self.sequences: dict[int, Opened] = {}
         self.requests: dict[int | str, TracedPrompt] = {}
-        self.hits = Hits()
+        self.hits = CacheStats()
         self._work = self._most_work = 0
         self._runs: list[tuple[int, int]] = []
         self._ids = array("i")
         self._apply: dict[str, Callable[[Any], None]] = {}
-
-    def _apply_line(self, event: events.Event) -> None:
-        """Apply an event, if one of its kind changes this state."""
-        apply = self._apply.get(event.event)
-        if apply is not None:
-            try:
-                apply(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
 
     def sequence(self, serial: int) -> Opened:
         """Return the sequence of that id.
@@ -231,6 +198,12 @@ class TracedState(Generic[Opened]):
     def forget(self, request: int | str) -> None:
         """Remove a request that has no sequence."""
         del self.requests[request]
+
+    def count_hit(self, prompt: TracedPrompt, hit: int, *, resumed: bool) -> None:
+        """Count an admission that hit `hit` blocks of a prompt."""
+        size = self.layout.block_size
+        tokens = prompt.lookup * size, hit * size
+        self.hits.admitted(prompt.lookup, hit, *tokens, resumed=resumed)
 
     def count_work(self, steps: int) -> None:
         """Add to the steps of the trace, whose limit `apply` checks."""
@@ -307,7 +280,7 @@ class CacheState(TracedState[TracedSequence]):
             self._most_work = WORK + WORK_OF_LINE * event.n
             if self._work > self._most_work:
                 violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
-        self._apply_line(event)
+        take_by(self._apply, event)
         if self.private < 0 or self.cached < 0:
             violated("more blocks become free than are in use")
 
@@ -400,7 +373,7 @@ class CacheState(TracedState[TracedSequence]):
         # A request that returns hits the blocks that it has generated, too.
         longer = resumed and len(prompt.generated) > len(prompt.keys)
         self._check_keys(prompt.generated if longer else prompt.keys, hit)
-        self.hits.count(prompt.lookup, hit, resumed=resumed)
+        self.count_hit(prompt, hit, resumed=resumed)
         seq = TracedSequence(event.seq, prompt, self._root, array("i"), hit, resumed)
         self.sequences[seq.id] = seq
         return seq

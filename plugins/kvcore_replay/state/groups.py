@@ -30,7 +30,7 @@ from kvcore.cache.pool import Ids
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, violated
 from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
-from kvcore_replay.state.cache import CacheState, TracedState
+from kvcore_replay.state.cache import CacheState, TracedState, take_by
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 from kvcore_replay.state.pools import PoolState
@@ -179,11 +179,6 @@ class GroupedSequence:
     tables: list[GroupTable]
     loading: list[list[int]] = attrs.field(factory=list)
 
-    def stored(self, groups: list[TracedGroup]) -> int:
-        """Return the number of first tokens up to which its blocks got their names."""
-        pairs = zip(groups, self.tables, strict=True)
-        return max(table.stored * group.size for group, table in pairs)
-
 
 class GroupState(TracedState[GroupedSequence]):
     """Pool, block tables and names of a traced cache of groups.
@@ -282,7 +277,7 @@ class GroupState(TracedState[GroupedSequence]):
                 trace is beyond a limit.
         """
         self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n + _STEPS_OF_KEY * self._keys
-        self._apply_line(event)
+        take_by(self._apply, event)
 
     def prompt_in(self, group: TracedGroup, request: int | str) -> TracedPrompt:
         """Return the prompt of a request in blocks of `group`."""
@@ -319,19 +314,12 @@ class GroupState(TracedState[GroupedSequence]):
         ]
         return min(max(prompt.tokens - 1, 0), *named) // size * size
 
-    def longest(self, request: int | str, tokens: int) -> int:
-        """Return the longest prefix, of at most `tokens` tokens, that all groups can serve."""
-        return self._longest(request, tokens, self.groups)
-
-    def oldest(self, request: int | str, group: TracedGroup, position: int) -> TracedBlock:
-        """Return the block that a request hits in `group` at a position."""
-        prompt = self._prompts[request][group.index]
-        return self.names[group.index][name_of(prompt, group, position)][0]
-
-    def has_name(self, request: int | str, group: TracedGroup, position: int) -> bool:
-        """Return True if a block has the name of that of a request at a position."""
-        prompt = self._prompts[request][group.index]
-        return name_of(prompt, group, position) in self.names[group.index]
+    def copies(
+        self, request: int | str, group: TracedGroup, position: int
+    ) -> list[TracedBlock]:
+        """Return the blocks that a request can hit in `group` at a position, oldest first."""
+        name = name_of(self._prompts[request][group.index], group, position)
+        return self.names[group.index].get(name, [])
 
     def places(
         self, event: events.Offload | events.LoadStart | events.Load | events.Discard
@@ -348,11 +336,6 @@ class GroupState(TracedState[GroupedSequence]):
         positions = range(event.first + event.blocks - 1, event.first - 1, -1)
         named = self.groups[group]
         return [(group, name_of(prompt, named, position)) for position in positions]
-
-    def has_anywhere(self, place: Place) -> bool:
-        """Return True if the pool has a block, or a tier from which it can be loaded."""
-        in_tier = self.tiers is not None and self.tiers.has(place) is not None
-        return place[1] in self.names[place[0]] or in_tier
 
     @property
     def loads(self) -> dict[int, Any]:
@@ -427,8 +410,14 @@ class GroupState(TracedState[GroupedSequence]):
         self.count_work(position)
         return position * group.size
 
-    def _longest(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
-        size = self.header.block_size
+    def longest(
+        self, request: int | str, tokens: int, groups: list[TracedGroup] | None = None
+    ) -> int:
+        """Return the longest prefix, of at most `tokens` tokens, that groups can serve.
+
+        None stands for all groups.
+        """
+        size, groups = self.header.block_size, groups or self.groups
         full = [group for group in groups if group.kind == "full"]
         # A chunk may need no block, where it begins; it is looked up after the others.
         limited = [group for group in groups if group.kind != "full"]
@@ -484,8 +473,7 @@ class GroupState(TracedState[GroupedSequence]):
             table.first, table.end = group.passed(tokens), tokens // group.size
             table.stored = table.end
             for position in range(table.first, table.end):
-                block = names[name_of(prompt, group, position)][0]
-                table.blocks[position] = block
+                block = table.blocks[position] = names[name_of(prompt, group, position)][0]
                 self._hold(block, seq, event.t)
 
     def _miss(self, event: events.Miss) -> None:
@@ -495,10 +483,10 @@ class GroupState(TracedState[GroupedSequence]):
 
     def _admit(self, event: events.GroupHit | events.Miss, hit: int) -> GroupedSequence:
         prompt, resumed = self.prompt(event.request), bool(event.again)
-        self.hits.count(prompt.lookup, hit, resumed=resumed)
+        self.count_hit(prompt, hit, resumed=resumed)
         # Before any of the blocks is used: it is what the admission has looked up.
         limit = max(prompt.tokens - 1, 0)
-        junction = self._longest(event.request, limit, self._first_kind)
+        junction = self.longest(event.request, limit, self._first_kind)
         if junction <= hit * self.header.block_size:
             junction = 0
         tables = [GroupTable() for _ in self.groups]
@@ -507,11 +495,11 @@ class GroupState(TracedState[GroupedSequence]):
         return seq
 
     def _alloc(self, event: events.GroupAlloc) -> None:
-        seq, table = self.sequence(event.seq), self.sequence(event.seq).tables[event.group]
-        ids = self.ids(event.runs)
+        seq, ids = self.sequence(event.seq), self.ids(event.runs)
+        table = seq.tables[event.group]
         for position, block in enumerate(ids, event.first):
-            block_of_trace = self.blocks[block] = TracedBlock(block, event.group, seq.prompt.id)
-            table.blocks[position] = block_of_trace
+            taken = TracedBlock(block, event.group, seq.prompt.id)
+            self.blocks[block] = table.blocks[position] = taken
         if event.first < table.end:
             # Between those that the pool had.
             table.blocks = dict(sorted(table.blocks.items()))
@@ -638,7 +626,9 @@ class _Anywhere:
         self._state, self._group = state, group
 
     def __contains__(self, name: object) -> bool:
-        return self._state.has_anywhere((self._group, name))
+        tiers = self._state.tiers
+        in_tier = tiers is not None and tiers.has((self._group, name)) is not None
+        return in_tier or name in self._state.names[self._group]
 
 
 def state_of(header: events.Header) -> CacheState | GroupState:

@@ -7,7 +7,7 @@ import os
 from kvcore.cache import Residency
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
-from kvcore_replay.state.cache import CacheState, path, run_blocks
+from kvcore_replay.state.cache import CacheState, path, run_blocks, take_by
 from kvcore_replay.state.replicas import ServerReader
 
 
@@ -45,9 +45,7 @@ class _RebuiltResidency:
 
     def take(self, event: events.Event) -> None:
         """Record an event, and apply it to the state."""
-        record = self._record.get(event.event)
-        if record is not None:
-            record(event)
+        take_by(self._record, event)
         self._state.apply(event)
 
     def _hit(self, event: events.Hit) -> None:

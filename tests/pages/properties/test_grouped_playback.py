@@ -91,7 +91,7 @@ def state_of(state, begins):
 def check(page, path, seed, window=WHOLE):
     """Compare random rows with a replay, forwards first and then back and forth."""
     draw = Random(seed)
-    playback = GroupedPlayback.read(path, window=window)
+    playback = GroupedPlayback(path, window=window)
     length = len(playback.rows["kind"])
     rows = [*sorted(draw.choices(range(length), k=10)), length - 1]
     rows += draw.choices(range(length), k=8)
