@@ -29,14 +29,20 @@ from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
 from kvcore.serving.router import Replica, Router
-from kvcore.units import NS_PER_S, PS_PER_NS, parse_rate, parse_seconds, parse_whole
+from kvcore.units import (
+    NS_PER_S,
+    PS_PER_NS,
+    parse_rate,
+    parse_seconds,
+    parse_whole,
+    seconds_text,
+)
 from kvcore_cluster.cluster import MOVED, Cluster
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.options import FirstOutput
 from kvcore_cluster.planner import Autoscaler, Phase, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
 from kvcore_cluster.result import Phases, Transfers
-from kvcore_cluster.views import exact_seconds
 from kvcore_tiers.link import Link
 
 POOLS = ("prefill", "decode", "mixed")
@@ -170,7 +176,7 @@ class Split:
         """Return the split as `parse` reads it."""
         fields = attrs.asdict(self) | {
             "bandwidth": f"{self.bandwidth}B",
-            "latency": f"{exact_seconds(self.latency)}s",
+            "latency": f"{seconds_text(self.latency)}s",
         }
         if self.first_output == "prefill":
             del fields["first_output"]  # as traces had it before there was a choice
@@ -643,7 +649,7 @@ class PhaseCluster(Cluster):
         if move.held:
             due = max(move.ready, now)
             heappush(self._arriving, (due, move.serial, move))
-            heappush(self._heap, (due, MOVED, due * PS_PER_NS, target.number, 0))
+            self._put(MOVED, due, target.number)
 
     def _moved(self, _: Server, now: int) -> None:
         """MOVED: all K/V of a request has come; the prefill replica frees its blocks."""

@@ -9,6 +9,7 @@ deployment needs them as input.
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from math import ceil, inf
@@ -104,14 +105,11 @@ class Profile:
             held: tokens that a sequence holds in the end.
             tpot_s: seconds a token may take; None: as many as with the largest batch.
         """
-        low, high = 1, max(min(self.max_seqs, int(self.tokens // max(held, 1))), 1)
-        while low < high and tpot_s is not None:
-            middle = (low + high + 1) // 2
-            if self._step_s(middle, context) <= tpot_s:
-                low = middle
-            else:
-                high = middle - 1
-        return high / (max(output, 1.0) * self._step_s(high, context))
+        batch = max(min(self.max_seqs, int(self.tokens // max(held, 1))), 1)
+        if tpot_s is not None:
+            larger = range(2, batch + 1)
+            batch = 1 + bisect_right(larger, tpot_s, key=lambda n: self._step_s(n, context))
+        return batch / (max(output, 1.0) * self._step_s(batch, context))
 
     def _step_s(self, batch: int, context: float) -> float:
         windows = self.latency.windows
@@ -370,10 +368,8 @@ class Autoscaler:
     ) -> None:
         planner.bind()
         self.planner = planner
-        self.interval, self.start_up = (
-            seconds_ns(planner.interval),
-            seconds_ns(planner.start_up),
-        )
+        self.interval = seconds_ns(planner.interval)
+        self.start_up = seconds_ns(planner.start_up)
         self.changes: list[Change] = []
         self.rented = {server.number: 0 for server in servers}
         self._servers = {server.number: server for server in servers}
@@ -419,13 +415,9 @@ class Autoscaler:
         wanted = min(max(wanted, self.planner.least), self._most)
         if wanted < have and now < self._calm_until:
             return []
-        changes = [
-            *(Change(now, number, up=True) for number in self._idle()[: max(wanted - have, 0)]),
-            *(
-                Change(now, number, up=False)
-                for number in self._least()[: max(have - wanted, 0)]
-            ),
-        ]
+        more = wanted > have
+        numbers = self._idle() if more else self._least()
+        changes = [Change(now, number, more) for number in numbers[: abs(wanted - have)]]
         for change in changes:
             if change.up:
                 self._since[change.replica] = now
