@@ -63,6 +63,7 @@ class TinyLFU(ScoreEviction):
     protected: float = bounded(0.8, "a share, 0 to 1", ge(0), le(1))
     period: int = bounded(10, "1 or more uses a key", ge(1))
 
+    _sketch: FrequencySketch | None = attrs.field(default=None, init=False)
     _compared = False
     _last_order = 0
 
@@ -77,7 +78,6 @@ class TinyLFU(ScoreEviction):
         }
         self._blocks_in = {WINDOW: 0, PROTECTED: 0}
         self._candidates: OrderedDict[Span, None] = OrderedDict()
-        self._sketch: FrequencySketch | None = None
         self._loser: Span | None = None
 
     def on_insert(self, span: Span, now: int) -> None:
