@@ -77,10 +77,6 @@ class S3FIFO(QueuePolicy):
         self._main: LazyHeap[Span] = LazyHeap()
         self._ghosts = GhostTree(int(self.ghost * tokens))
 
-    def enter(self, span: Span) -> None:
-        """Insert `span` into its queue at its position."""
-        self.queue_of(span).push((span.data.order, span.id, span))
-
     def queue_of(self, span: Span) -> LazyHeap[Span]:
         """Return the heap of the main queue, or of the small one."""
         return self._main if span.data.in_main else self._small
