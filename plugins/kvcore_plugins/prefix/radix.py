@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import attrs
-
-from kvcore import PrefixIndex, Span
+from kvcore import InputError, PrefixIndex, Span
 from kvcore.cache import common_prefix
 from kvcore.request import Key
-from kvcore_plugins.bounds import one_of
 
 
-@attrs.define(slots=False, eq=False, repr=False)
 class Radix(PrefixIndex):
     """Walk down the tree of spans, from child to child.
 
@@ -34,11 +30,13 @@ class Radix(PrefixIndex):
     walks_tree: ClassVar[bool] = True
     later_options = ("evict",)
 
-    evict: Literal["blocks", "leaf"] = one_of("blocks", "leaf")
-
-    def __attrs_post_init__(self) -> None:
-        """Store what the option decides."""
-        self.evicts_leaves = self.evict == "leaf"
+    def __init__(self, evict: Literal["blocks", "leaf"] = "blocks") -> None:
+        """Check the option."""
+        if evict not in ("blocks", "leaf"):
+            msg = f"radix: evict={evict!r} is not known; there are: blocks, leaf"
+            raise InputError(msg)
+        self.evict = evict
+        self.evicts_leaves = evict == "leaf"
 
     def match(self, keys: Sequence[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return the deepest span that matches. O(spans on the path + log keys)."""
