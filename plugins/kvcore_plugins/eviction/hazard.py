@@ -15,7 +15,7 @@ from kvcore import EvictionPolicy, InputError, Request, Span
 from kvcore_plugins.bounds import bounded
 from kvcore_plugins.eviction.counts import read_counts, write_counts
 from kvcore_plugins.eviction.ghost import GhostRuns
-from kvcore_plugins.eviction.hazard_guard import Guard
+from kvcore_plugins.eviction.hazard_guard import Guard, Wait
 from kvcore_plugins.eviction.queues import ScannedLeaves
 from kvcore_plugins.eviction.survival import OTHER, ProportionalHazards, WaitClass, age_bucket
 
@@ -24,29 +24,6 @@ PARTS = ("turns", "pause", "answer", "tool", "hits", "tenant")
 
 _GHOSTS, _RETURNED = 16, 1000
 """Blocks that are remembered for each block of the pool; requests whose evicted turns are."""
-
-
-@attrs.define(eq=False)
-class Wait:
-    """The time since a use of a span, which ends with the next one; its ghost shares it.
-
-    Attributes:
-        above: the wait of the span above; None at the root.
-        turn: the number of requests of the conversation when the span was computed.
-        pause: the time between the last two uses, in octaves; -1 before there are two.
-        counts: whether it is counted: of the spans of a request, the first is.
-        since: the time in ns at which the use ended.
-        kind: its class; None while the span is in use.
-        end: the end in blocks of what waits, without a last key that is not used again yet.
-    """
-
-    above: Wait | None = None
-    turn: int = 0
-    pause: int = -1
-    counts: bool = False
-    since: int = 0
-    kind: WaitClass | None = None
-    end: int = 0
 
 
 _ROOT = Wait()
@@ -116,7 +93,7 @@ class Hazard(EvictionPolicy):
         self._spans: dict[Span, None] = {}
         self._leaves = ScannedLeaves(self._score)
         self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
-        self._guard = Guard[Wait](blocks, self._index) if self.guard else None
+        self._guard = Guard(blocks, self._index) if self.guard else None
         self._is_lru = self.guard
         # By request: turn and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}
