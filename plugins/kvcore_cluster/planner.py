@@ -16,6 +16,7 @@ from math import ceil, inf
 from typing import ClassVar, Literal
 
 import attrs
+from attrs.validators import ge, gt, le, lt
 
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
@@ -26,12 +27,15 @@ from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
 from kvcore_cluster.replica import Server
 from kvcore_cluster.trace import MOST_REPLICAS
+from kvcore_plugins.bounds import bounded
 
 Phase = Literal["both", "prefill", "decode"]
 """The work of the replicas of a pool."""
 
 LONGEST_S = INT64_LIMIT // NS_PER_S
 """Seconds up to the end of the clock."""
+
+_ERROR = "planner {name!r}: {option}={value}: give {what}"
 
 
 @attrs.frozen
@@ -196,13 +200,9 @@ class ThroughputPlanner(Planner):
 
     name: ClassVar[str] = "throughput"
 
-    headroom: float = attrs.field(default=1.0)
-
-    @headroom.validator
-    def _is_factor(self, _: object, value: float) -> None:
-        if not 0 < value < inf:
-            msg = f"planner {self.name!r}: headroom={value}: give a factor above 0, such as 1.2"
-            raise InputError(msg)
+    headroom: float = bounded(
+        1.0, "a factor above 0, such as 1.2", gt(0), lt(inf), error=_ERROR
+    )
 
     def wanted(
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
@@ -248,22 +248,10 @@ class LoadPlanner(Planner):
 
     name: ClassVar[str] = "load"
 
-    memory: int = attrs.field(default=20)
-    margin: float = attrs.field(default=0.8)
+    memory: int = bounded(20, "1 interval or more", ge(1), error=_ERROR)
+    margin: float = bounded(0.8, "a share above 0, up to 1", gt(0), le(1), error=_ERROR)
 
     _samples: deque[tuple[float, float]] = attrs.field(factory=deque, init=False)
-
-    @memory.validator
-    def _is_count(self, _: object, value: int) -> None:
-        if value < 1:
-            msg = f"planner {self.name!r}: memory={value}: give 1 interval or more"
-            raise InputError(msg)
-
-    @margin.validator
-    def _is_share(self, _: object, value: float) -> None:
-        if not 0 < value <= 1:
-            msg = f"planner {self.name!r}: margin={value}: give a share above 0, up to 1"
-            raise InputError(msg)
 
     def wanted(
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase

@@ -11,7 +11,12 @@ from kvcore.errors import InputError
 from kvcore.plugins import Plugin
 
 
-def bounded(default: Any, what: str, *bounds: Callable[[Any, Any, Any], Any]) -> Any:
+def bounded(
+    default: Any,
+    what: str,
+    *bounds: Callable[[Any, Any, Any], Any],
+    error: str = "{name}: {option}={value} must be {what}",
+) -> Any:
     """Return an option within bounds, which are validators of attrs.
 
     `what` is what its value must be, in the error `lruk: k=0 must be from 1 to 1,000`.
@@ -22,7 +27,7 @@ def bounded(default: Any, what: str, *bounds: Callable[[Any, Any, Any], Any]) ->
             for bound in bounds:
                 bound(plugin, option, value)
         except ValueError:
-            msg = f"{plugin.name}: {option.name}={value} must be {what}"
+            msg = error.format(name=plugin.name, option=option.name, value=value, what=what)
             raise InputError(msg) from None
 
     return attrs.field(default=default, validator=check)
