@@ -21,20 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Replica, Router
-from kvcore.units import PS_PER_NS, parse_seconds
+from kvcore.units import PS_PER_NS, parse_seconds, seconds_text
 from kvcore.untrusted import parse_digits
 from kvcore.workloads.arrivals import NEVER, Arrivals
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.planner import Autoscaler, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
-from kvcore_cluster.views import exact_seconds
 
 if TYPE_CHECKING:
     from kvcore_cluster.trace import ClusterTrace
@@ -90,8 +89,8 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the failure as `parse` reads it."""
-        gone = "" if self.duration is None else f",for={exact_seconds(self.duration)}"
-        return f"replica={self.replica},at={exact_seconds(self.at)}{gone}"
+        gone = "" if self.duration is None else f",for={seconds_text(self.duration)}"
+        return f"replica={self.replica},at={seconds_text(self.at)}{gone}"
 
 
 def check_failures(failures: Iterable[Failure], replicas: int) -> None:
@@ -175,7 +174,7 @@ class Cluster:
             if own is None or server.number in own.members:
                 self._join(server, 0)
         if planner is not None:
-            self._plan_at(self.begin + self.scalers[0].interval)
+            self._put(PLAN, self.begin + self.scalers[0].interval)
         self._fail_at = NEVER
         if failures and planner is not None:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
@@ -344,10 +343,6 @@ class Cluster:
             self._scaler_of[server.number].sent(request.prompt_tokens)
         return server
 
-    def _clock(self) -> int:
-        """Return when (ns) a request was routed last."""
-        return self._now
-
     def _record(self, request: Request, now: int) -> None:
         """Write REQUEST, and flush the lines that no later line can precede."""
         trace = self._trace
@@ -373,7 +368,7 @@ class Cluster:
         if server.busy:
             server.loop.break_off(now)
         if self._trace is not None:
-            self._trace.fail(now, server.number)
+            self._trace.change(now, server.number, "FAIL")
         lost = list(server.sent.values())
         server.sent.clear()
         server.turn += 1
@@ -383,8 +378,7 @@ class Cluster:
             dispatcher.ended(request, replica, now)
         if failure.duration is not None:
             self._returns += 1
-            due = now + failure.duration
-            heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
+            self._put(RETURN, now + failure.duration, server.number)
         for arrival, request in lost:
             self._serve_again(server, request, now, arrival)
 
@@ -397,7 +391,7 @@ class Cluster:
         """RETURN: a replica is up, or up again, with an empty cache."""
         self._returns -= 1
         if self._trace is not None:
-            self._trace.rejoin(now, server.number)
+            self._trace.change(now, server.number, "RETURN")
         self._join(server, now)
         waiting, self._held = self._held, []
         for arrival, request in waiting:
@@ -408,7 +402,7 @@ class Cluster:
         dispatcher, replica = self._seen(server)
         server.up = True
         server.loop.wake(now)
-        server.loop.join(replica, self._clock)
+        server.loop.join(replica, lambda: self._now)  # when a request was routed last
         if self._reporting:
             dispatcher.view.connect(server.number, server.loop.cache)
         dispatcher.joined(replica, now)
@@ -419,8 +413,9 @@ class Cluster:
         dispatcher, replica = self._seen(server)
         dispatcher.left(replica, now)
 
-    def _plan_at(self, at: int) -> None:
-        heappush(self._heap, (at, PLAN, at * PS_PER_NS, 0, 0))
+    def _put(self, kind: int, at: int, number: int = 0) -> None:
+        """Schedule an event at a time in ns which is none of a replica's turn."""
+        heappush(self._heap, (at, kind, at * PS_PER_NS, number, 0))
 
     def _plan(self, _: Server, now: int) -> None:
         """PLAN: start and stop replicas by the planner's decision, while requests are left."""
@@ -431,23 +426,22 @@ class Cluster:
             server = self.servers[change.replica]
             if change.up:
                 self._returns += 1
-                due = now + self.scalers[0].start_up
-                heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
+                self._put(RETURN, now + self.scalers[0].start_up, server.number)
                 continue
             self._leave(server, now)
             if self._trace is not None:
-                self._trace.leave(now, server.number)
+                self._trace.change(now, server.number, "LEAVE")
             if not server.sent:
                 self._stop(server, now)
         # Where nothing else happens, those left wait for ever: no other replica gets them.
         if self._heap or self.arrivals.next_at < NEVER:
-            self._plan_at(now + self.scalers[0].interval)
+            self._put(PLAN, now + self.scalers[0].interval)
 
     def _stop(self, server: Server, now: int) -> None:
         """Stop a replica that is sent no more requests and has none: its K/V is lost."""
         self._scaler_of[server.number].stopped(server, now)
         if self._trace is not None:
-            self._trace.fail(now, server.number)
+            self._trace.change(now, server.number, "FAIL")
         server.draining = None
         server.turn += 1
         server.restart()
@@ -458,19 +452,15 @@ class Cluster:
         if self._failures:
             first = self._failures[-1]
             self._fail_at = first.at
-            entry = first.at, FAIL, first.at * PS_PER_NS, first.replica, 0
-            heappush(self._heap, entry)
+            self._put(FAIL, first.at, first.replica)
 
     def _check_all_served(self) -> None:
         """Raise PolicyError if requests wait for ever."""
         for server in self.servers:
             if server.sent:
-                self._stuck(server)
-
-    def _stuck(self, server: Server) -> NoReturn:
-        waiting: Any = server.loop.batcher.waiting
-        msg = (
-            f"scheduler of replica {server.number} leaves {len(server.sent)} requests waiting "
-            f"while nothing runs: the first is {next(iter(waiting), None)!r}"
-        )
-        raise PolicyError(msg)
+                waiting: Any = server.loop.batcher.waiting
+                msg = (
+                    f"scheduler of replica {server.number} leaves {len(server.sent)} requests "
+                    f"waiting while nothing runs: the first is {next(iter(waiting), None)!r}"
+                )
+                raise PolicyError(msg)

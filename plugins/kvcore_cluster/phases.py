@@ -29,14 +29,20 @@ from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
 from kvcore.serving.router import Replica, Router
-from kvcore.units import NS_PER_S, PS_PER_NS, parse_rate, parse_seconds, parse_whole
+from kvcore.units import (
+    NS_PER_S,
+    PS_PER_NS,
+    parse_rate,
+    parse_seconds,
+    parse_whole,
+    seconds_text,
+)
 from kvcore_cluster.cluster import MOVED, Cluster
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.options import FirstOutput
 from kvcore_cluster.planner import Autoscaler, Phase, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
 from kvcore_cluster.result import Phases, Transfers
-from kvcore_cluster.views import exact_seconds
 from kvcore_tiers.link import Link
 
 POOLS = ("prefill", "decode", "mixed")
@@ -170,7 +176,7 @@ class Split:
         """Return the split as `parse` reads it."""
         fields = attrs.asdict(self) | {
             "bandwidth": f"{self.bandwidth}B",
-            "latency": f"{exact_seconds(self.latency)}s",
+            "latency": f"{seconds_text(self.latency)}s",
         }
         if self.first_output == "prefill":
             del fields["first_output"]  # as traces had it before there was a choice
@@ -244,6 +250,7 @@ class PhaseLoop(ReplicaLoop):
         moved: incoming requests whose K/V has come since the last turn.
     """
 
+    phases: PhaseCluster
     _cache: KVCache
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -262,7 +269,6 @@ class PhaseLoop(ReplicaLoop):
             )
         if msg:
             raise InputError(msg)
-        self.phases: PhaseCluster | None = None
         self.outgoing: dict[int | str, Move] = {}
         self.incoming: dict[int | str, Move] = {}
         self.moved: list[Move] = []
@@ -278,7 +284,7 @@ class PhaseLoop(ReplicaLoop):
         for job, move in self._leaving():
             if move.job is not job:
                 move.job = job
-                self._cluster.begun(move, self.clock_ps // PS_PER_NS)
+                self.phases.begun(move, self.clock_ps // PS_PER_NS)
         return begun
 
     def release(self, move: Move, now: int) -> None:
@@ -314,11 +320,6 @@ class PhaseLoop(ReplicaLoop):
         self._cache.disown(move.request)
         batcher.blocked_job, batcher.changed = None, True
 
-    @property
-    def _cluster(self) -> PhaseCluster:
-        assert self.phases is not None
-        return self.phases
-
     def _leaving(self) -> Iterator[tuple[Job, Move]]:
         """Yield the jobs that prefill in this step and are decoded elsewhere."""
         if self.outgoing:
@@ -348,7 +349,7 @@ class PhaseLoop(ReplicaLoop):
         if move is None:
             return False
         move.there = job
-        self._cluster.opened(move, now)
+        self.phases.opened(move, now)
         return True
 
     def _join(self, move: Move) -> Job | None:
@@ -357,7 +358,7 @@ class PhaseLoop(ReplicaLoop):
         assert job is not None
         assert before is not None
         assert job.seq is not None
-        first = self._cluster.split.first_output
+        first = self.phases.split.first_output
         job.loaded, job.pauses, job.recomputes = before.loaded, before.pauses, before.recomputes
         # The token whose step gives the first one is computed here, or was before.
         computed = job.target - (first == "decode")
@@ -383,7 +384,7 @@ class PhaseLoop(ReplicaLoop):
         begun, leaving = self.clock_ps // PS_PER_NS, list(self._leaving())
         super()._prefill_step()
         for _, move in leaving:
-            self._cluster.computed(move, begun, self.clock_ps // PS_PER_NS)
+            self.phases.computed(move, begun, self.clock_ps // PS_PER_NS)
 
     def _finish(self, jobs: list[Job], now: int) -> None:
         stay = []
@@ -540,19 +541,18 @@ class PhaseCluster(Cluster):
         if not pool.up and self._returns:
             self._stalled.append(move)
             return
-        move.target = None
+        target = None
         if pool.up:
-            move.target = self._dispatch(pool, move.request, now, move.arrival, "decode")
-        if move.target is None:
+            target = self._dispatch(pool, move.request, now, move.arrival, "decode")
+        move.target = target
+        if target is None:
             move.refused = (
                 "the router refused it" if pool.up else "all replicas that decode have failed"
             )
             self._give_up(move, now)
             return
-        replica = self._replicas[move.target.number]
         # The prompt does not wait for a prefill there.
-        pool.first_token(move.request, replica, now)
-        target = move.target
+        pool.first_token(move.request, self._replicas[target.number], now)
         loop = _loop(target)
         loop.incoming[move.request.id] = move
         loop.receive(move.request, now, move.arrival)
@@ -643,7 +643,7 @@ class PhaseCluster(Cluster):
         if move.held:
             due = max(move.ready, now)
             heappush(self._arriving, (due, move.serial, move))
-            heappush(self._heap, (due, MOVED, due * PS_PER_NS, target.number, 0))
+            self._put(MOVED, due, target.number)
 
     def _moved(self, _: Server, now: int) -> None:
         """MOVED: all K/V of a request has come; the prefill replica frees its blocks."""

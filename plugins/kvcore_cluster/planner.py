@@ -9,12 +9,14 @@ deployment needs them as input.
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from math import ceil, inf
 from typing import ClassVar, Literal
 
 import attrs
+from attrs.validators import ge, gt, le, lt
 
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
@@ -25,12 +27,15 @@ from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
 from kvcore_cluster.replica import Server
 from kvcore_cluster.trace import MOST_REPLICAS
+from kvcore_plugins.bounds import bounded
 
 Phase = Literal["both", "prefill", "decode"]
 """The work of the replicas of a pool."""
 
 LONGEST_S = INT64_LIMIT // NS_PER_S
 """Seconds up to the end of the clock."""
+
+_ERROR = "planner {name!r}: {option}={value}: give {what}"
 
 
 @attrs.frozen
@@ -104,14 +109,11 @@ class Profile:
             held: tokens that a sequence holds in the end.
             tpot_s: seconds a token may take; None: as many as with the largest batch.
         """
-        low, high = 1, max(min(self.max_seqs, int(self.tokens // max(held, 1))), 1)
-        while low < high and tpot_s is not None:
-            middle = (low + high + 1) // 2
-            if self._step_s(middle, context) <= tpot_s:
-                low = middle
-            else:
-                high = middle - 1
-        return high / (max(output, 1.0) * self._step_s(high, context))
+        batch = max(min(self.max_seqs, int(self.tokens // max(held, 1))), 1)
+        if tpot_s is not None:
+            larger = range(2, batch + 1)
+            batch = 1 + bisect_right(larger, tpot_s, key=lambda n: self._step_s(n, context))
+        return batch / (max(output, 1.0) * self._step_s(batch, context))
 
     def _step_s(self, batch: int, context: float) -> float:
         windows = self.latency.windows
@@ -198,13 +200,9 @@ class ThroughputPlanner(Planner):
 
     name: ClassVar[str] = "throughput"
 
-    headroom: float = attrs.field(default=1.0)
-
-    @headroom.validator
-    def _is_factor(self, _: object, value: float) -> None:
-        if not 0 < value < inf:
-            msg = f"planner {self.name!r}: headroom={value}: give a factor above 0, such as 1.2"
-            raise InputError(msg)
+    headroom: float = bounded(
+        1.0, "a factor above 0, such as 1.2", gt(0), lt(inf), error=_ERROR
+    )
 
     def wanted(
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
@@ -250,22 +248,10 @@ class LoadPlanner(Planner):
 
     name: ClassVar[str] = "load"
 
-    memory: int = attrs.field(default=20)
-    margin: float = attrs.field(default=0.8)
+    memory: int = bounded(20, "1 interval or more", ge(1), error=_ERROR)
+    margin: float = bounded(0.8, "a share above 0, up to 1", gt(0), le(1), error=_ERROR)
 
     _samples: deque[tuple[float, float]] = attrs.field(factory=deque, init=False)
-
-    @memory.validator
-    def _is_count(self, _: object, value: int) -> None:
-        if value < 1:
-            msg = f"planner {self.name!r}: memory={value}: give 1 interval or more"
-            raise InputError(msg)
-
-    @margin.validator
-    def _is_share(self, _: object, value: float) -> None:
-        if not 0 < value <= 1:
-            msg = f"planner {self.name!r}: margin={value}: give a share above 0, up to 1"
-            raise InputError(msg)
 
     def wanted(
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
@@ -382,10 +368,8 @@ class Autoscaler:
                 raise InputError(msg)
         planner.bind()
         self.planner = planner
-        self.interval, self.start_up = (
-            seconds_ns(planner.interval),
-            seconds_ns(planner.start_up),
-        )
+        self.interval = seconds_ns(planner.interval)
+        self.start_up = seconds_ns(planner.start_up)
         self.changes: list[Change] = []
         self.rented = {server.number: 0 for server in servers}
         self._servers = {server.number: server for server in servers}
@@ -431,13 +415,9 @@ class Autoscaler:
         wanted = min(max(wanted, self.planner.least), self._most)
         if wanted < have and now < self._calm_until:
             return []
-        changes = [
-            *(Change(now, number, up=True) for number in self._idle()[: max(wanted - have, 0)]),
-            *(
-                Change(now, number, up=False)
-                for number in self._least()[: max(have - wanted, 0)]
-            ),
-        ]
+        more = wanted > have
+        numbers = self._idle() if more else self._least()
+        changes = [Change(now, number, more) for number in numbers[: abs(wanted - have)]]
         for change in changes:
             if change.up:
                 self._since[change.replica] = now

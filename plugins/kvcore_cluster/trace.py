@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Literal
 
 from kvcore.errors import InputError
 from kvcore.request import Request
@@ -168,17 +168,9 @@ class ClusterTrace:
         """Write REJECT: `request` is answered by no replica."""
         self.put({"n": 0, "t": now, "event": "REJECT", "request": request.id, "why": why})
 
-    def fail(self, now: int, replica: int) -> None:
-        """Write FAIL: `replica` has lost its K/V and its requests."""
-        self.put({"n": 0, "t": now, "replica": replica, "event": "FAIL"})
-
-    def leave(self, now: int, replica: int) -> None:
-        """Write LEAVE: `replica` gets no more requests, and stops when its own have ended."""
-        self.put({"n": 0, "t": now, "replica": replica, "event": "LEAVE"})
-
-    def rejoin(self, now: int, replica: int) -> None:
-        """Write RETURN: `replica` is up again, with an empty cache."""
-        self.put({"n": 0, "t": now, "replica": replica, "event": "RETURN"})
+    def change(self, now: int, replica: int, event: Literal["FAIL", "LEAVE", "RETURN"]) -> None:
+        """Write that `replica` has lost its K/V, gets no more requests, or is up again."""
+        self.put({"n": 0, "t": now, "replica": replica, "event": event})
 
     def transfer(
         self,

@@ -5,9 +5,9 @@ Times are nanoseconds, of whatever clock: views serve simulated clusters and rea
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from decimal import Decimal
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from kvcore.cache.tree import Watcher
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest, parse
 from kvcore.request import Key, Request
-from kvcore.units import NS_PER_S, parse_seconds, parse_whole
+from kvcore.units import NS_PER_S, parse_seconds, parse_whole, seconds_text
 from kvcore_cluster.dispatcher import PrefixView
 
 
@@ -143,7 +143,7 @@ class SentIndex(PrefixView):
         if not keys:
             return
         after = self._after.setdefault(replica, {})
-        new = _bisect(keys, lambda key: key not in after)
+        new = bisect_left(keys, 1, key=lambda key: key not in after)
         ending = (replica, keys[-1])
         if new and (new < len(keys) or ending not in self._sent):
             after[keys[new - 1]] += 1
@@ -194,23 +194,11 @@ class SentIndex(PrefixView):
         default = attrs.fields(SentIndex)
         texts = []
         if self.ttl != default.ttl.default:
-            texts.append(f"ttl={'none' if self.ttl is None else exact_seconds(self.ttl)}")
+            texts.append(f"ttl={'none' if self.ttl is None else seconds_text(self.ttl)}")
         if self.blocks is not None:
             texts.append(f"blocks={self.blocks}")
         options = ",".join(texts)
         return f"index:{options}" if options else "index"
-
-
-def _bisect(keys: Sequence[Key], is_after: Callable[[Key], bool]) -> int:
-    """Return the first place of which `is_after` holds; it holds from there on."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if is_after(keys[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 @attrs.define(eq=False)
@@ -415,7 +403,7 @@ class EventsView(PrefixView):
 
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""
-        return f"events:delay={exact_seconds(self.delay)}"
+        return f"events:delay={seconds_text(self.delay)}"
 
 
 @attrs.define(eq=False)
@@ -445,11 +433,6 @@ class ExactView(PrefixView):
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""
         return "exact"
-
-
-def exact_seconds(ns: int) -> str:
-    """Return a time in seconds, exactly, as `parse_seconds` reads it."""
-    return f"{Decimal(ns) / NS_PER_S:f}"
 
 
 def _or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
 
+from kvcore import InputError
 from kvcore.progress import Tick, ticked, unseen
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore_events.model import (
     AllBlocksCleared,
     Block,
@@ -30,6 +33,7 @@ from kvcore_events.recording import (
     RecordingReader,
     Restarted,
     Skipped,
+    unparsed_reasons,
 )
 
 __all__ = ["Anomaly", "BlockLocation", "BlockTracker", "RecordingReport", "check_recording"]
@@ -38,6 +42,8 @@ Publisher: TypeAlias = int | str | None
 
 REUSED = "REUSED"
 """The `origin`, in engines that report it, of a stored run that was cached already."""
+
+FIRST_TIER = {None, "GPU", "LEVEL_0", "device"}
 
 MAX_EXAMPLES = 20
 
@@ -213,6 +219,125 @@ class BatchNumbers:
     def missing(self) -> int:
         """Return the number of batches known to be lost."""
         return sum(count for _, _, count in self.gaps)
+
+
+class StoredRuns(BatchNumbers):
+    """One reading of a recording: the runs in it, and the parts that it finds to be missing.
+
+    Args:
+        path: the recording.
+        group: number of the group of layers whose runs are read.
+
+    Attributes:
+        breaks: number of gaps, restarts and messages that were no batch, by publisher.
+        messages: number of messages that were no batch.
+        events: number of events that cannot be read.
+        runs: number of runs that continue a request whose beginning is missing.
+        cut: a note on where the recording is cut; empty if it is whole.
+        begin: the time of the earliest batch from the first one on (ns): 0 or less.
+    """
+
+    def __init__(self, path: Path, group: int) -> None:
+        """Read nothing yet."""
+        super().__init__()
+        self._path, self._group = path, group
+        self.breaks: Counter[Publisher] = Counter()
+        self.messages = self.events = self.runs = self.begin = 0
+        self.cut: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any, tuple[int, int]]]:
+        """Yield the runs stored in the first tier and the group; count what lacks.
+
+        With each come its time in ns, its stream (the publisher, the source, the rank, and its
+        restarts), and the numbers of gaps and restarts before it, of its publisher and of none
+        that is named. If all are of other groups, that is an InputError.
+        """
+        groups: set[int] = set()
+        for item, now in self.timed():
+            stream = self._take(item)
+            if stream is None or not isinstance(item, Received):
+                continue
+            for event in item.batch.events:
+                if not isinstance(event, (BlockStored, PagesStored)):
+                    continue
+                groups.add(self._group if event.group is None else event.group)
+                tiers = {block.medium for block in event.blocks()}
+                if event.group in (None, self._group) and tiers <= FIRST_TIER:
+                    yield event, now, stream, (self.breaks[item.publisher], self.breaks[None])
+
+        if groups and self._group not in groups:
+            others = ", ".join(map(str, sorted(groups)))
+            msg = (
+                f"{self._path}: no blocks are of the 'group' {self._group}; there are: {others}"
+            )
+            raise InputError(msg)
+
+    def timed(self) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
+        """Yield the items of the recording, with the time from its first batch on, in ns.
+
+        The times of a publisher never fall. Those of several do where a recording has history:
+        that of one publisher after another's.
+        """
+        reader = RecordingReader(self._path)
+        first, now, latest = None, 0, 0
+        times: dict[Any, int] = {}
+        for item in reader:
+            if isinstance(item, Received):
+                publisher = publisher_of(item.batch, item.publisher)
+                now, time = times.get(publisher, now), item.batch.time
+                if time is not None:
+                    first = time if first is None else first
+                    now = max(times.get(publisher, time - first), time - first)
+                    times[publisher] = now
+                self.begin, latest = min(self.begin, now), max(latest, now)
+            if (span := latest - self.begin) >= INT64_LIMIT:
+                msg = (
+                    f"{self._path}:{reader.line}: this batch makes the recording one of "
+                    f"{span // NS_PER_S} s, which is further than nanoseconds of 63 bits reach"
+                )
+                raise InputError(msg)
+            yield item, now
+        if reader.cut_reason:
+            self.cut = (f"the recording is cut, and read up to there: {reader.cut_reason}",)
+
+    def times(self) -> list[int]:
+        """Return the recorded times of the batches that have one (ns)."""
+        items = (item for item, _ in self.timed() if isinstance(item, Received))
+        return [item.batch.time for item in items if item.batch.time is not None]
+
+    def _take(self, item: Received | Lost | Restarted | Skipped) -> tuple[Any, ...] | None:
+        """Count what an item says or shows to be missing; return the stream of a new batch."""
+        stream = None
+        before = self.restarts + len(self.gaps) + self.messages
+        match item:
+            case Received(batch, seq, publisher):
+                new, _, name = self.advance(batch, seq, publisher)
+                if new:
+                    self.events += len(unparsed_reasons(batch))
+                    stream = publisher, batch.source, batch.dp_rank, self.starts[name]
+            case Lost(publisher=publisher, first=first, count=count):
+                self.record_gap(publisher, first, count)
+            case Restarted(publisher=publisher):
+                self.restart(publisher)
+            case _:
+                self.messages += 1
+        after = self.restarts + len(self.gaps) + self.messages
+        self.breaks[item.publisher] += after - before
+        return stream
+
+    @property
+    def notes(self) -> list[str]:
+        """A note on each kind of what is missing."""
+        missing, gaps = self.missing, len(self.gaps)
+        notes = {
+            f"lost batches: {missing:,} (gaps: {gaps:,}); requests in them are "
+            "missing": missing,
+            f"messages left out, which were no batch: {self.messages:,}": self.messages,
+            f"events left out, which cannot be read: {self.events:,}": self.events,
+            f"runs of blocks left out, whose request began before the recording or in what is "
+            f"missing: {self.runs:,}": self.runs,
+        }
+        return [note for note, count in notes.items() if count]
 
 
 class BlockTracker(BatchNumbers):

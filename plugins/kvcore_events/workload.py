@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,13 +22,10 @@ from kvcore_plugins.workload.from_files import FromFiles
 from kvcore_plugins.workload.rows import Row, rows
 
 if TYPE_CHECKING:
-    from kvcore_events.block_tracker import BatchNumbers
+    from kvcore_events.block_tracker import StoredRuns
     from kvcore_events.model import BlockStored, PagesStored
-    from kvcore_events.recording import Lost, Received, Restarted, Skipped
 
 MODES = (None, "full")
-
-FIRST_TIER = (None, "GPU", "LEVEL_0", "device")
 
 EXPLANATION = (
     "stored and removed blocks alone cannot be run again: a request that found its blocks "
@@ -115,7 +111,7 @@ class KvEvents(FromFiles):
         """Tokens of a block: those of the option, or of the first stored run."""
         if self.block_size is not None:
             return self.block_size
-        for event, *_ in self._stored(_Losses()):
+        for event, *_ in self._reading():
             if size := getattr(event, "block_size", None):
                 return int(size)
         msg = f"{self.path}: nothing in it says how many tokens a block has: give 'block_size'"
@@ -145,8 +141,8 @@ class KvEvents(FromFiles):
         numbers: dict[tuple[Any, Any], int] = {}
         ends: dict[tuple[Any, Any], list[int]] = {}
         reported: set[tuple[Any, ...]] = set()
-        losses = _Losses()
-        for event, now, stream, breaks in self._stored(losses):
+        reading = self._reading()
+        for event, now, stream, breaks in reading:
             self._check_size(event, size)
             blocks = list(event.blocks())
             if not blocks:
@@ -162,7 +158,7 @@ class KvEvents(FromFiles):
                 msg = f"{self.path}: {INCREMENTAL.format(parent=parent)}"
                 raise InputError(msg)
             else:
-                losses.runs += 1
+                reading.runs += 1
                 continue
             keys = chains[chain]
             for block in blocks:
@@ -170,73 +166,13 @@ class KvEvents(FromFiles):
                 keys.append(numbers.setdefault((before, block.hash), len(numbers)))
                 reported.add((stream, breaks, block.hash))
             ends.setdefault((stream, blocks[-1].hash), []).append(chain)
-        self._notes = (*losses.notes, *losses.cut)
-        return [arrival - losses.begin for arrival in arrivals], chains
+        self._notes = (*reading.notes, *reading.cut)
+        return [arrival - reading.begin for arrival in arrivals], chains
 
-    def _stored(
-        self, losses: _Losses
-    ) -> Iterator[tuple[BlockStored | PagesStored, int, Any, tuple[int, int]]]:
-        """Yield the runs stored in the first tier and the group; count in `losses` what lacks.
+    def _reading(self) -> StoredRuns:
+        from kvcore_events.block_tracker import StoredRuns  # noqa: PLC0415 - a slow import
 
-        With each come its time in ns, its stream (the publisher, the source, the rank, and its
-        restarts), and the numbers of gaps and restarts before it, of its publisher and of none
-        that is named. If all are of other groups, that is an InputError.
-        """
-        from kvcore_events.model import BlockStored, PagesStored  # noqa: PLC0415 - a slow import
-        from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
-
-        groups: set[int] = set()
-        for item, now in self._timed(losses):
-            stream = losses.take(item)
-            if stream is None or not isinstance(item, Received):
-                continue
-            for event in item.batch.events:
-                if not isinstance(event, (BlockStored, PagesStored)):
-                    continue
-                groups.add(self.group if event.group is None else event.group)
-                tiers = {block.medium for block in event.blocks()}
-                if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
-                    breaks = losses.breaks[item.publisher], losses.breaks[None]
-                    yield event, now, stream, breaks
-
-        if groups and self.group not in groups:
-            others = ", ".join(map(str, sorted(groups)))
-            msg = f"{self.path}: no blocks are of the 'group' {self.group}; there are: {others}"
-            raise InputError(msg)
-
-    def _timed(
-        self, losses: _Losses
-    ) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
-        """Yield the items of the recording, with the time from its first batch on, in ns.
-
-        The times of a publisher never fall. Those of several do where a recording has history:
-        that of one publisher after another's. Where it is cut, and how much earlier than the
-        first the earliest batch is, is told to `losses`.
-        """
-        from kvcore_events.block_tracker import publisher_of  # noqa: PLC0415 - a slow import
-        from kvcore_events.recording import Received, RecordingReader  # noqa: PLC0415 - a slow import
-
-        reader = RecordingReader(self.path)
-        first, now, latest = None, 0, 0
-        times: dict[Any, int] = {}
-        for item in reader:
-            if isinstance(item, Received):
-                publisher = publisher_of(item.batch, item.publisher)
-                now, time = times.get(publisher, now), item.batch.time
-                if time is not None:
-                    first = time if first is None else first
-                    now = max(times.get(publisher, time - first), time - first)
-                    times[publisher] = now
-                losses.begin, latest = min(losses.begin, now), max(latest, now)
-            if (span := latest - losses.begin) >= INT64_LIMIT:
-                msg = (
-                    f"{self.path}:{reader.line}: this batch makes the recording one of "
-                    f"{span // NS_PER_S} s, which is further than nanoseconds of 63 bits reach"
-                )
-                raise InputError(msg)
-            yield item, now
-        if reader.cut_reason:
-            losses.cut = (f"the recording is cut, and read up to there: {reader.cut_reason}",)
+        return StoredRuns(self.path, self.group)
 
     def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
         other = getattr(event, "block_size", None)
@@ -248,18 +184,12 @@ class KvEvents(FromFiles):
             raise InputError(msg)
 
     def _logged(self, log: Path) -> Iterator[Request]:
-        from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
-
-        size, losses = self.key_tokens, _Losses()
-        times = [
-            item.batch.time
-            for item, _ in self._timed(losses)
-            if isinstance(item, Received) and item.batch.time is not None
-        ]
+        size, reading = self.key_tokens, self._reading()
+        times = reading.times()
         if not times:
             msg = f"{self.path}: its events have no times: no log can be joined to it"
             raise InputError(msg)
-        first, last, self._notes = min(times), max(times), losses.cut
+        first, last, self._notes = min(times), max(times), reading.cut
         begin, latest, total, inside = None, 0, 0, 0
         for row in rows(log):
             time = row.nanoseconds("time")
@@ -279,77 +209,7 @@ class KvEvents(FromFiles):
             if not inside:
                 msg = f"{outside}. Is the log by another clock or time zone?"
                 raise InputError(msg)
-            self._notes = (*losses.cut, outside)
-
-
-def _batch_numbers() -> BatchNumbers:
-    from kvcore_events.block_tracker import BatchNumbers  # noqa: PLC0415 - a slow import
-
-    return BatchNumbers()
-
-
-@attrs.define
-class _Losses:
-    """The parts of a stream that one reading of its recording finds to be missing.
-
-    Attributes:
-        breaks: number of gaps, restarts and messages that were no batch, by publisher.
-        numbers: the numbers of the batches.
-        messages: number of messages that were no batch.
-        events: number of events that cannot be read.
-        runs: number of runs that continue a request whose beginning is missing.
-        cut: a note on where the recording is cut; empty if it is whole.
-        begin: the time of the earliest batch from the first one on (ns): 0 or less.
-    """
-
-    breaks: Counter[int | None] = attrs.field(factory=Counter)
-    numbers: BatchNumbers = attrs.field(factory=_batch_numbers)
-    messages: int = 0
-    events: int = 0
-    runs: int = 0
-    cut: tuple[str, ...] = ()
-    begin: int = 0
-
-    def take(self, item: Received | Lost | Restarted | Skipped) -> tuple[Any, ...] | None:
-        """Count what an item says or shows to be missing; return the stream of a new batch."""
-        from kvcore_events.recording import (  # noqa: PLC0415 - a slow import
-            Lost,
-            Received,
-            Restarted,
-            unparsed_reasons,
-        )
-
-        numbers, stream = self.numbers, None
-        before = numbers.restarts + len(numbers.gaps) + self.messages
-        match item:
-            case Received(batch, seq, publisher):
-                new, _, name = numbers.advance(batch, seq, publisher)
-                if new:
-                    self.events += len(unparsed_reasons(batch))
-                    stream = publisher, batch.source, batch.dp_rank, numbers.starts[name]
-            case Lost(publisher=publisher, first=first, count=count):
-                numbers.record_gap(publisher, first, count)
-            case Restarted(publisher=publisher):
-                numbers.restart(publisher)
-            case _:
-                self.messages += 1
-        after = numbers.restarts + len(numbers.gaps) + self.messages
-        self.breaks[item.publisher] += after - before
-        return stream
-
-    @property
-    def notes(self) -> list[str]:
-        """A note on each kind of what is missing."""
-        missing, gaps = self.numbers.missing, len(self.numbers.gaps)
-        notes = {
-            f"lost batches: {missing:,} (gaps: {gaps:,}); requests in them are "
-            "missing": missing,
-            f"messages left out, which were no batch: {self.messages:,}": self.messages,
-            f"events left out, which cannot be read: {self.events:,}": self.events,
-            f"runs of blocks left out, whose request began before the recording or in what is "
-            f"missing: {self.runs:,}": self.runs,
-        }
-        return [note for note, count in notes.items() if count]
+            self._notes = (*reading.cut, outside)
 
 
 def _moment(time: int) -> str:

@@ -403,20 +403,14 @@ class PolicyHost:
         if rest > self._unpinned - _unpinned_above(known):
             return None
         for span in known:
-            if span.ref_count:
-                span.ref_count += 1
-            else:
-                self._pin(span)
+            self._pin(span)
         for block in evicted:
             del self._orphans[block]
         self.eviction.requester = requester
         while len(evicted) < count:
             self._evict(evicted, count, now)
         for span in known:
-            if span.ref_count > 1:
-                span.ref_count -= 1
-            else:
-                self._unpin(span, now)
+            self._unpin(span, now)
         return evicted
 
     def victim(
@@ -556,7 +550,7 @@ class PolicyHost:
     # pinned one are pinned, and paths are pinned and released in the order of `KVCache`.
 
     def _pin(self, span: Span) -> None:
-        """Pin a span without pins, and the spans above it that have none."""
+        """Pin a span, and if it had no pin the spans above it that have none."""
         while True:
             span.ref_count += 1
             if span.ref_count > 1:

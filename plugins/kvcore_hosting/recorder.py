@@ -197,7 +197,7 @@ class EngineRecorder:
         self.disagreements: Counter[str] = Counter()
         self.failure: Exception | None = None
         self._closed = False
-        self._trace: _Recording | None = None
+        self._trace: _Recording  # there is none if its file cannot be opened
         self._size = block_size
         self._accounting = accounting
         self._duplicates = duplicates
@@ -330,9 +330,8 @@ class EngineRecorder:
             return
         now, seq, named = self._at(now), recorded.seq, list(keys)
         if named:
-            request, trace = recorded.request, self._cache.trace
-            assert trace is not None
-            trace.keys(now, request=request.id, keys=named)
+            request = recorded.request
+            self._trace.keys(now, request=request.id, keys=named)
             output = [*request.output_keys, *named]
             recorded.request = attrs.evolve(request, output_keys=output)
             seq.keys = [*seq.keys, *named]
@@ -373,7 +372,6 @@ class EngineRecorder:
         self._close(request_id, recorded, self._at(now), output)
         if output is not None:  # both know each request of a run, which has no end here
             self._cache.disown(recorded.request)
-            assert self._trace is not None
             self._trace.forget(recorded.request)
 
     @_guarded
@@ -465,7 +463,6 @@ class EngineRecorder:
         if span.ref_count or span.children:
             self._late[span.path_keys[span.start]] = reason
             return
-        assert self._trace is not None
         self._trace.reason = reason
         self._leave(span, span.last_request, now)
         self._trace.reason = "capacity"
@@ -481,7 +478,6 @@ class EngineRecorder:
 
     def _leave(self, span: Span, requester: Id, now: int) -> None:
         """Remove an unpinned leaf, and free its block."""
-        assert self._trace is not None
         if self._trace.reason == "capacity":
             self.evictions.add(span.path_keys[span.start])
         self._policy.chosen = span
@@ -497,7 +493,6 @@ class EngineRecorder:
     def _close(self, name: Id, recorded: _Recorded, now: int, output: int | None) -> None:
         """Close the sequence of a request, if it has one, and record its end."""
         trace, cache, seq, request = self._trace, self._cache, recorded.seq, recorded.request
-        assert trace is not None
         if output is None:
             if seq is None:
                 self._disagree("request", f"request {name!r} is preempted and does not run")
@@ -533,7 +528,6 @@ class EngineRecorder:
         """Write FIRST_TOKEN, once a request."""
         if not recorded.answered:
             recorded.answered = True
-            assert self._trace is not None
             self._trace.first_token(now, request=recorded.request.id, seq=seq.id)
 
     def _most_output(self, recorded: _Recorded, seq: CacheSequence) -> int:
@@ -561,7 +555,6 @@ class EngineRecorder:
         self._now = now = max(now - self._begun, self._now)
         if now > self._flushed + FLUSH_NS:
             self._flushed = now
-            assert self._trace is not None
             self._trace.flush()
         return now
 
@@ -597,7 +590,6 @@ class EngineRecorder:
     @_guarded
     def _seal(self) -> None:
         """Write the ends of open requests, and END."""
-        assert self._trace is not None
         for name, recorded in [*self._requests.items()]:
             self._close(name, recorded, self._now, 0)
         self._trace.close()
@@ -607,11 +599,10 @@ class EngineRecorder:
         self.failure = error
         what = error if isinstance(error, KvcoreError) else repr(error)
         _log.warning("%s: the recording ends here: %s", self.path, what)
-        if self._trace is not None:
-            with suppress(Exception):
-                self._trace.flush()
-            with suppress(Exception):
-                self._trace.give_up(error)
+        with suppress(Exception):
+            self._trace.flush()
+        with suppress(Exception):
+            self._trace.give_up(error)
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:

@@ -18,6 +18,7 @@ They come in by the hooks that any distribution uses. A plugin is a file, and a 
     models/      no kind: models of a config.json    kvcore/models/spec.py        huggingface.py
     traces/      no kind: traces read back           kvcore/trace/events.py       reader.py
     load.py      no kind: was a server too slow?     kvcore/serving/result.py
+    bounds.py    no kind: options that have bounds
     csv_rows.py  no kind: rows of CSV, each a line
     host.py      no kind: CPUs and memory that this process may use
 """

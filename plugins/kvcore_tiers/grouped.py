@@ -21,9 +21,9 @@ that the pool has, since it is written through.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import attrs
@@ -111,9 +111,10 @@ class GroupLevel(TierLevel):
         host: the host of the policy, in which a block has its slot as name; None: by `lru`.
         slots: the names of the blocks in its slots; those that a load reads are held.
         content: the block in each slot in use.
-        below: the next farther level, or None.
         uses: the hits of each block above since it came there, if `write` counts them.
     """
+
+    below: GroupLevel | None
 
     def __init__(
         self, tiers: GroupTiers, tier: Tier, name: str, slot_bytes: int, devices: int
@@ -136,7 +137,6 @@ class GroupLevel(TierLevel):
         self._tiers = tiers
         self.slots = named_blocks(len(tiers.cache.groups))
         self.content: dict[int, Block] = {}
-        self.below: GroupLevel | None = None
         self.uses: Counter[Place] = Counter()
 
     def find(self, group: int, name: Name) -> int | None:
@@ -276,27 +276,14 @@ class Run(NamedTuple):
 
 def runs_of(blocks: Iterable[Block]) -> Iterator[Run]:
     """Yield the runs of `blocks`, in which the last block of a text comes first."""
-    run: Run | None = None
-    for group, _, seq, position in blocks:
-        request = seq.request.id
-        if run is not None and run[:3] == (group, request, position + 1):
-            run = Run(group, request, position, run.blocks + 1)
-            continue
-        if run is not None:
-            yield run
-        run = Run(group, request, position, 1)
-    if run is not None:
-        yield run
 
+    def run_of(entry: tuple[int, Block]) -> tuple[int, int | str, int]:
+        index, block = entry
+        return block.group, block.seq.request.id, block.position + index
 
-class _Anywhere:
-    """The names of the blocks of a group that the pool or a level has."""
-
-    def __init__(self, stores: list[dict[Name, int]]) -> None:
-        self._stores = stores
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in store for store in self._stores)
+    for (group, request, _), run in groupby(enumerate(blocks), key=run_of):
+        positions = [block.position for _, block in run]
+        yield Run(group, request, positions[-1], len(positions))
 
 
 class GroupTiers(TierStack[GroupLevel]):
@@ -341,15 +328,13 @@ class GroupTiers(TierStack[GroupLevel]):
             GroupLevel(self, tier, name, slot_bytes, devices)
             for name, tier in used_tiers(tiers, slot_bytes)
         ]
-        for level, below in zip(self.levels, self.levels[1:], strict=False):
-            level.below = below
         self._loadable = [level for level in self.levels if level.tier.load != "never"]
         self._loading: list[GroupLoad] = []
         self._named: dict[int, Block] = {}  # the block of each id of the pool with a name
         stores = zip(
             cache.cached, *(level.slots.cached for level in self._loadable), strict=True
         )
-        self.anywhere: list[Container[Name]] = [_Anywhere([*of]) for of in stores]
+        self.anywhere: list[Container[Name]] = [ChainMap(*of) for of in stores]
         self._begin_use(slot_bytes)
         if self.levels:
             cache.tiers = self

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -23,12 +24,11 @@ import attrs
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
-from kvcore.cache.span import Span
 from kvcore.cache.tiers import PrefillTime, Tier
 from kvcore.plugins import describe, resolve
 from kvcore.request import Request
 from kvcore.units import NS_PER_S
-from kvcore_tiers.level import Level, Mover, Part, TierLevel
+from kvcore_tiers.level import Level, Mover, Part, TierLevel, Upper
 
 LevelT = TypeVar("LevelT", bound=TierLevel)
 
@@ -86,9 +86,11 @@ class TierStack(Generic[LevelT]):
             )
 
     def _begin_use(self, slot_bytes: int) -> None:
-        """Bind the tiers; tell policies how long the nearest takes to give a block back."""
+        """Bind and link the tiers; tell policies how long one takes to give a block back."""
         for level in self.levels:
             level.tier.bind()
+        for level, below in pairwise(self.levels):
+            level.below = below
         if self.levels and self.levels[0].tier.load != "never":
             # Of many, which share the latency of one transfer, and its rounding to whole ns.
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
@@ -144,7 +146,7 @@ class TierStack(Generic[LevelT]):
         ]  # fmt: skip
 
 
-class Tiers(TierStack[Level]):
+class Tiers(Upper, TierStack[Level]):
     """The tiers below a cache, and the transfers between them and the pool.
 
     Args:
@@ -179,8 +181,7 @@ class Tiers(TierStack[Level]):
             Level(cache, tier, name, slot_bytes, devices, ids=ids)
             for name, tier in used_tiers(tiers, slot_bytes)
         ]
-        for level, below in zip(self.levels, self.levels[1:], strict=False):
-            level.below = below
+        self.below = self.levels[0] if self.levels else None
         self._loading: list[Load] = []
         # By request: its prefetch under way, and the ranges of blocks that one has loaded.
         self._ahead: dict[int | str, Load] = {}
@@ -203,24 +204,6 @@ class Tiers(TierStack[Level]):
         if self.mover is not None:
             for level, holder, first in self.mover.lost():
                 level.discard(holder, first, now, "failed")
-
-    # The watcher of the pool's tree.
-
-    def stored(self, span: Span, blocks: int, now: int) -> None:
-        """Called when blocks of `span` were stored in the pool."""
-        first = self.levels[0]
-        if first.tier.write == "through":
-            first.store(span, span.end, now, None)
-
-    def hit(self, span: Span, now: int) -> None:
-        """Called when a request has hit `span` in the pool."""
-        self.levels[0].store_used(span, now, None)
-
-    def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
-        """Called when blocks of `span` are about to leave the pool."""
-        first = self.levels[0]
-        if reason == "capacity" and first.tier.write == "evict":
-            first.store(span, span.end, now, None)
 
     # Up.
 

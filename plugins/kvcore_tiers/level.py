@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple, Protocol, cast
 
 import attrs
@@ -152,7 +154,10 @@ class TierLevel:
         stats: its traffic.
         slot_bytes: bytes of a slot.
         mover: moves the bytes in a run on tensors; None in a simulation.
+        below: the next farther level, or None.
     """
+
+    below: Any = None
 
     def __init__(
         self, tier: Tier, name: str, slot_bytes: int, devices: int, *, ids: bool
@@ -175,21 +180,49 @@ class TierLevel:
         return self.link.wait(now) > self._max_wait
 
 
-class Level(TierLevel):
+class Upper:
+    """The pool, or a level: watches its tree of spans, and hands blocks to the level below.
+
+    Attributes:
+        below: the next farther level, or None.
+        source: the level itself; None: it is the pool.
+    """
+
+    below: Level | None
+    source: Level | None = None
+
+    def stored(self, span: Span, blocks: int, now: int) -> None:
+        """Called when blocks of `span` were stored here; the level below may write through."""
+        if self.below is not None and self.below.tier.write == "through":
+            self.below.store(span, span.end, now, self.source)
+
+    def hit(self, span: Span, now: int) -> None:
+        """Called when a request hits `span`; the level below may store it after this use."""
+        if self.below is not None:
+            self.below.store_used(span, now, self.source)
+
+    def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
+        """Called when blocks are about to leave; the level below may store victims."""
+        if self.below is not None and reason == "capacity" and self.below.tier.write == "evict":
+            self.below.store(span, span.end, now, self.source)
+
+
+class Level(Upper, TierLevel):
     """A tier below the pool of a `KVCache`.
 
     Attributes:
         tree: the directory of the blocks in its slots.
-        below: the next farther level, or None.
         parked: the sequences that hold parked blocks here, by the id of the request.
     """
+
+    below: Level | None
 
     def __init__(
         self, cache: KVCache, tier: Tier, name: str, slot_bytes: int, devices: int, *, ids: bool
     ) -> None:
         super().__init__(tier, name, slot_bytes, devices, ids=ids)
         self.eviction.bind()
-        self.below: Level | None = None
+        self.source = self
         self.parked: dict[int | str, Holder] = {}
         self._cache = cache
         self._serial = 0
@@ -211,23 +244,10 @@ class Level(TierLevel):
         mover = self.mover
         return mover is None or mover.is_ready(self)
 
-    # The watcher of its tree.
-
-    def stored(self, span: Span, blocks: int, now: int) -> None:
-        """Called when blocks were stored here; a level below may be written through."""
-        if self.below is not None and self.below.tier.write == "through":
-            self.below.store(span, span.end, now, self)
-
-    def hit(self, span: Span, now: int) -> None:
-        """Called when a load hits `span`; a level below may store it after this use."""
-        if self.below is not None:
-            self.below.store_used(span, now, self)
-
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
-        """Called when blocks are about to leave; victims may be stored in the level below."""
+        """Called when blocks are about to leave; the level below may store victims."""
         self._held = None
-        if self.below is not None and reason == "capacity" and self.below.tier.write == "evict":
-            self.below.store(span, span.end, now, self)
+        super().leaving(span, blocks, now, reason)
         first = span.end - blocks
         self._drop(span.last_request, first, blocks, now, reason)
         if self.mover is not None and span.ids is not None:
@@ -489,9 +509,4 @@ def path_ids(span: Span, first: int, end: int) -> Ids | None:
         low = max(first - span.start, 0)
         parts.append(span.ids[low : max(end - span.start, 0)])
         span = span.parent
-    if not parts:
-        return None
-    ids = parts.pop()
-    for part in reversed(parts):
-        ids = ids + part
-    return ids
+    return reduce(add, reversed(parts)) if parts else None

@@ -147,7 +147,7 @@ def test_a_failure_leaves_no_connection(url, redis_client):
     clients = len(redis_client.client_list())
     with opened(url) as store:
         with pytest.raises(OSError, match="does not answer as it should"):
-            store._ask(lambda _: 1 / 0)
+            store._ask([("none",)])
         redis_client.ping()  # in the turn after it, the server has seen the end
         assert len(redis_client.client_list()) == clients
 

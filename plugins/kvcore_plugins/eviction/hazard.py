@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from copy import copy
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar
 
 import attrs
+from attrs.validators import gt, lt
 
 from kvcore import EvictionPolicy, InputError, Request, Span
+from kvcore_plugins.bounds import bounded
 from kvcore_plugins.eviction.counts import read_counts, write_counts
 from kvcore_plugins.eviction.ghost import GhostRuns
-from kvcore_plugins.eviction.hazard_guard import Guard
+from kvcore_plugins.eviction.hazard_guard import Guard, Wait
 from kvcore_plugins.eviction.queues import ScannedLeaves
 from kvcore_plugins.eviction.survival import OTHER, ProportionalHazards, WaitClass, age_bucket
 
@@ -23,33 +26,11 @@ _GHOSTS, _RETURNED = 16, 1000
 """Blocks that are remembered for each block of the pool; requests whose evicted turns are."""
 
 
-@attrs.define(eq=False)
-class Wait:
-    """The time since a use of a span, which ends with the next one; its ghost shares it.
-
-    Attributes:
-        above: the wait of the span above; None at the root.
-        turn: the number of requests of the conversation when the span was computed.
-        pause: the time between the last two uses, in octaves; -1 before there are two.
-        counts: whether it is counted: of the spans of a request, the first is.
-        since: the time in ns at which the use ended.
-        kind: its class; None while the span is in use.
-        end: the end in blocks of what waits, without a last key that is not used again yet.
-    """
-
-    above: Wait | None = None
-    turn: int = 0
-    pause: int = -1
-    counts: bool = False
-    since: int = 0
-    kind: WaitClass | None = None
-    end: int = 0
-
-
 _ROOT = Wait()
 """The wait above a first span."""
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class Hazard(EvictionPolicy):
     """Evict the prefix with the lowest chance of a hit per second that a block of it is kept.
 
@@ -84,25 +65,20 @@ class Hazard(EvictionPolicy):
 
     name: ClassVar[str] = "hazard"
 
-    def __init__(
-        self,
-        prior: float = 8.0,
-        guard: bool = True,  # noqa: FBT001, FBT002
-        by: str = "turns+pause+answer+tool+hits",
-        load: Path | None = None,
-        save: Path | None = None,
-    ) -> None:
-        """Store the options, and read the counts to begin with."""
-        if not 0 < prior < float("inf"):
-            msg = f"hazard: prior={prior} must be a number of uses above 0"
-            raise InputError(msg)
-        parts = by.split("+")
+    prior: float = bounded(8.0, "a number of uses above 0", gt(0), lt(inf))
+    guard: bool = True
+    by: str = "turns+pause+answer+tool+hits"
+    load: Path | None = None
+    save: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check the parts of a class, and read the counts to begin with."""
+        by, load, parts = self.by, self.load, self.by.split("+")
         if len(parts) < 2 or len({*parts}) < len(parts) or not {*parts} <= {*PARTS}:  # noqa: PLR2004
             msg = f"hazard: by={by} must be two or more of {'+'.join(PARTS)}, once each"
             raise InputError(msg)
-        self.prior, self.guard, self.by, self.load, self.save = prior, guard, by, load, save
         self._parts, self._select = len(parts), itemgetter(*map(PARTS.index, parts))
-        shapes = ProportionalHazards(prior, len(parts)).shapes() | {"last": (0, 2)}
+        shapes = ProportionalHazards(self.prior, len(parts)).shapes() | {"last": (0, 2)}
         self._counts = load and read_counts(Path(load), "hazard", f"by={by}", shapes)
 
     def attach(self, blocks: int, block_size: int) -> None:
@@ -117,7 +93,7 @@ class Hazard(EvictionPolicy):
         self._spans: dict[Span, None] = {}
         self._leaves = ScannedLeaves(self._score)
         self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
-        self._guard = Guard[Wait](blocks, self._index) if self.guard else None
+        self._guard = Guard(blocks, self._index) if self.guard else None
         self._is_lru = self.guard
         # By request: turn and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}

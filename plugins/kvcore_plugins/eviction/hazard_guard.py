@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import inf, sqrt
-from typing import Generic, Protocol, TypeVar
+
+import attrs
+
+from kvcore_plugins.eviction.survival import WaitClass
 
 _WINDOW = 1000
 """Requests that return after which a difference of hits counts for 1/e."""
@@ -21,15 +24,30 @@ _SLACK = 16
 """A shadow shrinks by this share of the pool below its size, from as much above it."""
 
 
-class _Wait(Protocol):
-    @property
-    def above(self) -> object: ...
+@attrs.define(eq=False)
+class Wait:
+    """The time since a use of a span, which ends with the next one; its ghost shares it.
+
+    Attributes:
+        above: the wait of the span above; None at the root.
+        turn: the number of requests of the conversation when the span was computed.
+        pause: the time between the last two uses, in octaves; -1 before there are two.
+        counts: whether it is counted: of the spans of a request, the first is.
+        since: the time in ns at which the use ended.
+        kind: its class; None while the span is in use.
+        end: the end in blocks of what waits, without a last key that is not used again yet.
+    """
+
+    above: Wait | None = None
+    turn: int = 0
+    pause: int = -1
+    counts: bool = False
+    since: int = 0
+    kind: WaitClass | None = None
+    end: int = 0
 
 
-Wait = TypeVar("Wait", bound=_Wait)
-
-
-class Shadow(Generic[Wait]):
+class Shadow:
     """How many blocks of each wait an order would keep in the pool. It holds no block.
 
     Args:
@@ -80,7 +98,7 @@ class Shadow(Generic[Wait]):
         return hits
 
 
-class Guard(Generic[Wait]):
+class Guard:
     """Decides between LRU and the order of an index, of both of which it keeps a shadow.
 
     The differences of the hits of requests in the shadows, faded, make a sum with a spread, the
@@ -96,12 +114,12 @@ class Guard(Generic[Wait]):
     def __init__(self, blocks: int, index: Callable[[Wait, int], float]) -> None:
         """Begin as LRU in a pool of `blocks` blocks; the lowest `index` leaves first."""
         self._index, self.is_lru = index, True
-        self._own = Shadow[Wait](blocks, self._by_index)
-        self._lru = Shadow[Wait](blocks, lambda waits, _: waits)
+        self._own = Shadow(blocks, self._by_index)
+        self._lru = Shadow(blocks, lambda waits, _: waits)
         self._request: int | str | None = None
         self._end = 0
         self._path: set[Wait] = set()
-        self._above: object = None
+        self._above: Wait | None = None
         self._sum = self._squares = self._differences = 0.0
 
     def add(self, wait: Wait, blocks: int, now: int) -> None:
@@ -149,7 +167,7 @@ class Guard(Generic[Wait]):
     def _by_index(self, waits: Iterable[Wait], now: int) -> Iterable[Wait]:
         """Return waits by their index; what continues a prompt leaves before the prompt."""
         # A running request needs all of its prompt at once.
-        ranks: dict[object, float] = dict.fromkeys(self._path, inf)
+        ranks: dict[Wait | None, float] = dict.fromkeys(self._path, inf)
         rank_of, index_of = ranks.get, self._index
         for wait in waits:
             rank = rank_of(wait, 0.0)

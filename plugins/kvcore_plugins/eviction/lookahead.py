@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from math import inf
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from kvcore import InputError, Request, ScoreEviction, Span
 from kvcore.request import Key
@@ -91,32 +91,20 @@ class Lookahead(ScoreEviction):
         )
         return span.end - max(span.start, (indices.start + index) * ratio)
 
-    def on_release(self, span: Span, now: int) -> None:
-        """Insert `span` if it is a leaf."""
-        if span.is_leaf:
-            self._leaf_of[_last_key(span)] = span
-        super().on_release(span, now)
-
-    def on_leaf(self, span: Span) -> None:
-        """Insert `span`."""
-        self._leaf_of[_last_key(span)] = span
-        super().on_leaf(span)
-
-    def on_pin(self, span: Span) -> None:
-        """Remove `span`."""
-        self._remove_leaf(span, span.end)
-        super().on_pin(span)
-
     def on_trim(self, span: Span, blocks: int) -> None:
         """Insert the rest of `span` by its new last key."""
         self._remove_leaf(span, span.end + blocks)
-        self._leaf_of[_last_key(span)] = span
         super().on_trim(span, blocks)
 
-    def on_remove(self, span: Span, reason: str) -> None:
-        """Remove `span`."""
+    def _enter(self, span: Span, now: int) -> tuple[Any, ...]:
+        """Insert a leaf into the order, to be found by its last key."""
+        self._leaf_of[_last_key(span)] = span
+        return super()._enter(span, now)
+
+    def _leave(self, span: Span) -> None:
+        """Remove `span` from the order."""
         self._remove_leaf(span, span.end)
-        super().on_remove(span, reason)
+        super()._leave(span)
 
     def _next_turn(self, key: Key) -> float:
         """Return the turn of the first request that needs `key`; inf if none does."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import ClassVar, TypeAlias
 
-from kvcore import InputError, Request, ScoreEviction, Span
+import attrs
+from attrs.validators import ge, le
+
+from kvcore import Request, ScoreEviction, Span
 from kvcore.request import Key
+from kvcore_plugins.bounds import bounded
 from kvcore_plugins.eviction.first_use import FirstUses
 
 Uses: TypeAlias = tuple[int, ...]
@@ -14,6 +18,7 @@ Uses: TypeAlias = tuple[int, ...]
 uncorrelated uses, 0 where there is none."""
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class LRUK(ScoreEviction):
     """Evict the span whose k-th last use is the longest ago; spans with fewer uses first.
 
@@ -43,20 +48,10 @@ class LRUK(ScoreEviction):
 
     name: ClassVar[str] = "lruk"
 
-    def __init__(self, k: int = 2, correlated: int = 0, history: float = 1.0) -> None:
-        """Store the options."""
-        if not 1 <= k <= 1000:  # noqa: PLR2004 - more than anybody has
-            msg = f"lruk: k={k} must be from 1 to 1,000"
-            raise InputError(msg)
-        if correlated < 0:
-            msg = f"lruk: correlated={correlated} must be a number of admissions, 0 or more"
-            raise InputError(msg)
-        if not 0 <= history <= 1000:  # noqa: PLR2004 - more than anybody has
-            msg = f"lruk: history={history} must be a share of the pool, 0 to 1,000"
-            raise InputError(msg)
-        self.k = k
-        self.correlated = correlated
-        self.history = history
+    # The highest are more than anybody has.
+    k: int = bounded(2, "from 1 to 1,000", ge(1), le(1000))
+    correlated: int = bounded(0, "a number of admissions, 0 or more", ge(0))
+    history: float = bounded(1.0, "a share of the pool, 0 to 1,000", ge(0), le(1000))
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create an empty history."""

@@ -14,8 +14,8 @@ class QueuePolicy(EvictionPolicy):
     """Base of the policies that keep spans in queues.
 
     The position of a span in its queue is stored in `span.data`, a value that is replaced
-    and never changed. A split copies it. A victim is searched for among the evictable
-    leaves alone, so a heap for each queue holds these, in the order of the queue.
+    and never changed, with an `order`. A split copies it. A victim is searched for among the
+    evictable leaves alone, so a heap for each queue holds these, in the order of the queue.
 
     A derived class that stores its victim in `_victim` keeps it until the span has left the
     cache or is pinned.
@@ -27,9 +27,9 @@ class QueuePolicy(EvictionPolicy):
     def queue_of(self, span: Span) -> LazyHeap[Span]:
         """Return the heap with the evictable leaves of the queue that `span` is in."""
 
-    @abstractmethod
     def enter(self, span: Span) -> None:
         """Insert `span`, which has become an evictable leaf, into the heap of its queue."""
+        self.queue_of(span).push((span.data.order, span.id, span))
 
     def leave(self, span: Span) -> None:
         """Remove `span` from the heap of its queue if it is there."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import attrs
+
 from kvcore import EvictionPolicy, Span
 from kvcore.blake2 import blake2b
 
 
+@attrs.define(slots=False, eq=False, repr=False)
 class Random(EvictionPolicy):
     """Evict an evictable span drawn at random: a baseline.
 
@@ -22,17 +25,15 @@ class Random(EvictionPolicy):
 
     name: ClassVar[str] = "random"
 
-    _current: Span | None = None
-    _drawn_for: tuple[int | str | None, int] = (None, 0)
-    _victims = 0
+    seed: int = 0
 
-    def __init__(self, seed: int = 0) -> None:
-        """Store the option."""
-        self.seed = seed
+    _victims = 0
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create the empty list of leaves."""
         super().attach(blocks, block_size)
+        self._current: Span | None = None
+        self._drawn_for: tuple[int | str | None, int] = None, 0
         self._leaves: list[Span] = []
         self._index: dict[Span, int] = {}
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from kvcore import InputError, Request, Span
+import attrs
+from attrs.validators import ge, gt, le, lt
+
+from kvcore import Request, Span
 from kvcore.cache import LazyHeap
+from kvcore_plugins.bounds import bounded
 from kvcore_plugins.eviction.first_use import FirstUses
 from kvcore_plugins.eviction.ghost import GhostTree
 from kvcore_plugins.eviction.queues import QueuePolicy, same_history
@@ -22,6 +26,7 @@ class Position(NamedTuple):
     frequency: int
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class S3FIFO(QueuePolicy):
     """Evict spans that are not hit while they are in a small queue; keep the others.
 
@@ -54,26 +59,15 @@ class S3FIFO(QueuePolicy):
 
     name: ClassVar[str] = "s3fifo"
 
+    small: float = bounded(0.1, "a share of the pool, above 0 and below 1", gt(0), lt(1))
+    # Nobody has more than 1,000.
+    ghost: float = bounded(0.9, "a share of the pool, 0 to 1,000", ge(0), le(1000))
+    promote: int = bounded(
+        2, f"1 to {MAX_FREQUENCY}: hits are counted so far", ge(1), le(MAX_FREQUENCY)
+    )
+
     _small_tokens = 0
     _last_order = 0
-
-    def __init__(self, small: float = 0.1, ghost: float = 0.9, promote: int = 2) -> None:
-        """Store the options."""
-        if not 0 < small < 1:
-            msg = f"s3fifo: small={small} must be a share of the pool, above 0 and below 1"
-            raise InputError(msg)
-        if not 0 <= ghost <= 1000:  # noqa: PLR2004 - more than anybody has
-            msg = f"s3fifo: ghost={ghost} must be a share of the pool, 0 to 1,000"
-            raise InputError(msg)
-        if not 1 <= promote <= MAX_FREQUENCY:
-            msg = (
-                f"s3fifo: promote={promote} must be 1 to {MAX_FREQUENCY}: hits are counted so "
-                "far"
-            )
-            raise InputError(msg)
-        self.small = small
-        self.ghost = ghost
-        self.promote = promote
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Compute the size of the small queue; create the queues and the ghost."""
@@ -84,10 +78,6 @@ class S3FIFO(QueuePolicy):
         self._main: LazyHeap[Span] = LazyHeap()
         self._ghosts = GhostTree(int(self.ghost * tokens))
         self._uses = FirstUses()
-
-    def enter(self, span: Span) -> None:
-        """Insert `span` into its queue at its position."""
-        self.queue_of(span).push((span.data.order, span.id, span))
 
     def queue_of(self, span: Span) -> LazyHeap[Span]:
         """Return the heap of the main queue, or of the small one."""

@@ -50,12 +50,11 @@ class SIEVE(QueuePolicy):
         # The number of spans by their order: the parts of a split share one.
         self._spans_by_order: OrderedDict[int, int] = OrderedDict()
 
-    def enter(self, span: Span) -> None:
-        """Insert `span` where the hand meets it: in this lap if it is ahead, else the next."""
-        self.queue_of(span).push((span.data.order, span.id, span))
-
     def queue_of(self, span: Span) -> LazyHeap[Span]:
-        """Return the leaves on the side of the hand on which `span` is."""
+        """Return the leaves on the side of the hand on which `span` is.
+
+        The hand meets those ahead of it in this lap, those behind it in the next.
+        """
         return self._behind if span.data.order < self._hand else self._ahead
 
     def on_insert(self, span: Span, now: int) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import ClassVar
 
-from kvcore import EvictionPolicy, InputError, Span
+import attrs
+from attrs.validators import ge, le
+
+from kvcore import EvictionPolicy, Span
+from kvcore_plugins.bounds import bounded
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class SLRU(EvictionPolicy):
     """Evict spans used once, least recent first, before spans used again.
 
@@ -28,14 +33,9 @@ class SLRU(EvictionPolicy):
 
     name: ClassVar[str] = "slru"
 
-    _protected_blocks = 0
+    protected: float = bounded(0.5, "a share of the pool, 0 to 1", ge(0), le(1))
 
-    def __init__(self, protected: float = 0.5) -> None:
-        """Store the option."""
-        if not 0 <= protected <= 1:
-            msg = f"slru: protected={protected} must be a share of the pool, 0 to 1"
-            raise InputError(msg)
-        self.protected = protected
+    _protected_blocks = 0
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Compute the capacity of the protected segment and create both segments."""

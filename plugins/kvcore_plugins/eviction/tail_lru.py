@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import ClassVar, Literal
 
-from kvcore import InputError, ScoreEviction, Span
+import attrs
+from attrs.validators import ge
 
-UNITS = ("s", "tokens")
+from kvcore import ScoreEviction, Span
+from kvcore_plugins.bounds import bounded, one_of
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class TailLRU(ScoreEviction):
     """Evict blocks first that a conversation can lose and still answer in time, then by LRU.
 
@@ -39,22 +42,9 @@ class TailLRU(ScoreEviction):
 
     name: ClassVar[str] = "tail-lru"
 
-    def __init__(
-        self, threshold: float = 0.2, unit: Literal["s", "tokens"] = "s", turn: int = 256
-    ) -> None:
-        """Store the options."""
-        if not threshold >= 0:
-            msg = f"tail-lru: threshold={threshold} must be 0 or more"
-            raise InputError(msg)
-        if unit not in UNITS:
-            msg = f"tail-lru: unit={unit!r} is not known; there are: {', '.join(UNITS)}"
-            raise InputError(msg)
-        if turn < 0:
-            msg = f"tail-lru: turn={turn} must be a number of tokens, 0 or more"
-            raise InputError(msg)
-        self.threshold = threshold
-        self.unit = unit
-        self.turn = turn
+    threshold: float = bounded(0.2, "0 or more", ge(0))
+    unit: Literal["s", "tokens"] = one_of("s", "tokens")
+    turn: int = bounded(256, "a number of tokens, 0 or more", ge(0))
 
     def on_insert(self, span: Span, now: int) -> None:
         """Store the new length of the conversation in the path."""

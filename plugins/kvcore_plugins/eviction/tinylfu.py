@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import ClassVar, NamedTuple
 
-from kvcore import InputError, Request, ScoreEviction, Span
+import attrs
+from attrs.validators import ge, le
+
+from kvcore import Request, ScoreEviction, Span
 from kvcore.blake2 import blake2b
 from kvcore.request import Key
+from kvcore_plugins.bounds import bounded
 from kvcore_plugins.eviction.first_use import FirstUses
 
 PROBATION, PROTECTED, WINDOW = range(3)
@@ -21,6 +25,7 @@ class Position(NamedTuple):
     order: int = 0
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class TinyLFU(ScoreEviction):
     """Admit new spans to the main part only if they are used more often than its victim.
 
@@ -55,23 +60,13 @@ class TinyLFU(ScoreEviction):
 
     name: ClassVar[str] = "tinylfu"
 
-    _sketch: FrequencySketch | None = None
-    _compared = False
-    _loser: Span | None = None
-    _last_order = 0
+    window: float = bounded(0.01, "a share, 0 to 1", ge(0), le(1))
+    protected: float = bounded(0.8, "a share, 0 to 1", ge(0), le(1))
+    period: int = bounded(10, "1 or more uses a key", ge(1))
 
-    def __init__(self, window: float = 0.01, protected: float = 0.8, period: int = 10) -> None:
-        """Store the options."""
-        for option, share in (("window", window), ("protected", protected)):
-            if not 0 <= share <= 1:
-                msg = f"tinylfu: {option}={share} must be a share, 0 to 1"
-                raise InputError(msg)
-        if period < 1:
-            msg = f"tinylfu: period={period} must be 1 or more uses a key"
-            raise InputError(msg)
-        self.window = window
-        self.protected = protected
-        self.period = period
+    _sketch: FrequencySketch | None = attrs.field(default=None, init=False)
+    _compared = False
+    _last_order = 0
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Compute the capacities and create the segments."""
@@ -84,6 +79,7 @@ class TinyLFU(ScoreEviction):
         }
         self._blocks_in = {WINDOW: 0, PROTECTED: 0}
         self._candidates: OrderedDict[Span, None] = OrderedDict()
+        self._loser: Span | None = None
         self._uses = FirstUses()
 
     def on_insert(self, span: Span, now: int) -> None:

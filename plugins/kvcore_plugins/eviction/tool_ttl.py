@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import pairwise
+from math import inf
 from typing import ClassVar, TypeAlias
 
 import attrs
+from attrs.validators import gt, lt
 
-from kvcore import InputError, Request, ScoreEviction, Span
+from kvcore import Request, ScoreEviction, Span
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
+from kvcore_plugins.bounds import bounded
 from kvcore_plugins.eviction.last_end import LastEnd
 from kvcore_plugins.eviction.survival import hazards, indices
 
@@ -45,6 +48,7 @@ Wait: TypeAlias = tuple[int, Key, str, int]
 at `since` (ns)."""
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class ToolTTL(ScoreEviction):
     """Evict the prefix with the lowest expected saving for its memory.
 
@@ -75,12 +79,7 @@ class ToolTTL(ScoreEviction):
 
     name: ClassVar[str] = "tool-ttl"
 
-    def __init__(self, prior: float = 8.0) -> None:
-        """Store the option."""
-        if not 0 < prior < float("inf"):
-            msg = f"tool-ttl: prior={prior} must be a number of waits above 0"
-            raise InputError(msg)
-        self.prior = prior
+    prior: float = bounded(8.0, "a number of waits above 0", gt(0), lt(inf))
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create empty histograms."""

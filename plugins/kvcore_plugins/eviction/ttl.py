@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import ClassVar
 
-from kvcore import InputError, Span
+import attrs
+from attrs.validators import gt, lt
+
+from kvcore import Span
 from kvcore.units import NS_PER_S
+from kvcore_plugins.bounds import bounded
 from kvcore_plugins.eviction.lru import LRU
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class TTL(LRU):
     """Expire spans `ttl` seconds after their last use; evict as LRU does.
 
@@ -25,13 +31,11 @@ class TTL(LRU):
     name: ClassVar[str] = "ttl"
     expires_spans: ClassVar[bool] = True
 
-    def __init__(self, ttl: float = 300.0) -> None:
-        """Store the option."""
-        if not 0 < ttl < float("inf"):
-            msg = f"ttl: ttl={ttl} must be a positive number of seconds"
-            raise InputError(msg)
-        self.ttl = ttl
-        self._ttl_ns = round(ttl * NS_PER_S)
+    ttl: float = bounded(300.0, "a positive number of seconds", gt(0), lt(inf))
+
+    def __attrs_post_init__(self) -> None:
+        """Convert the option to nanoseconds."""
+        self._ttl_ns = round(self.ttl * NS_PER_S)
 
     def on_insert(self, span: Span, now: int) -> None:
         """Start the time of `span`."""

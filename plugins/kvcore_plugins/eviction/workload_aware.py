@@ -7,10 +7,12 @@ from math import exp, inf
 from typing import ClassVar, Literal, TypeAlias
 
 import attrs
+from attrs.validators import ge, le
 
-from kvcore import EvictionPolicy, InputError, Request, Span
+from kvcore import EvictionPolicy, Request, Span
 from kvcore.cache import LazyHeap
 from kvcore.request import Key
+from kvcore_plugins.bounds import bounded, one_of
 from kvcore_plugins.eviction.last_end import LastEnd
 from kvcore_plugins.eviction.survival import OTHER
 
@@ -45,6 +47,7 @@ class _Class:
     life_ns: float = 0.0
 
 
+@attrs.define(slots=False, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class WorkloadAware(EvictionPolicy):
     """Evict the span that is least likely to be reused within the life span of its class.
 
@@ -76,25 +79,11 @@ class WorkloadAware(EvictionPolicy):
 
     name: ClassVar[str] = "workload-aware"
 
-    def __init__(
-        self,
-        type: Literal["tenant", "tool", "none"] = "tenant",  # noqa: A002
-        turns: int = 8,
-        window: int = 10_000,
-        history: float = 1.0,
-    ) -> None:
-        """Store the options."""
-        if type not in ("tenant", "tool", "none"):
-            msg = f"workload-aware: type={type!r} is not known; there are: tenant, tool, none"
-            raise InputError(msg)
-        for option, value in (("turns", turns), ("window", window)):
-            if value < 1:
-                msg = f"workload-aware: {option}={value} must be 1 or more"
-                raise InputError(msg)
-        if not 0 <= history <= 1000:  # noqa: PLR2004 - more than anybody has
-            msg = f"workload-aware: history={history} must be a share of the pool, 0 to 1,000"
-            raise InputError(msg)
-        self.type, self.turns, self.window, self.history = type, turns, window, history
+    type: Literal["tenant", "tool", "none"] = one_of("tenant", "tool", "none")
+    turns: int = bounded(8, "1 or more", ge(1))
+    window: int = bounded(10_000, "1 or more", ge(1))
+    # Nobody has more than 1,000.
+    history: float = bounded(1.0, "a share of the pool, 0 to 1,000", ge(0), le(1000))
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; create the classes and an empty history."""

@@ -147,7 +147,7 @@ def _place(path: Path, number: int, header: list[str], name: str) -> int:
         problem = "is there twice" if name in header else "is missing"
         msg = (
             f"{path}:{number}: column {name!r} {problem}; expected a header with "
-            f"{_column_names((*COUNTS, SECONDS))}, got {_column_names(header)}"
+            f"{', '.join((*COUNTS, SECONDS))}, got {', '.join(header)}"
         )
         raise InputError(msg)
     return header.index(name)
@@ -173,7 +173,3 @@ def _seconds(where: str, text: str) -> Fraction:
         )
         raise InputError(msg)
     return Fraction(Decimal(text))
-
-
-def _column_names(names: Iterable[str]) -> str:
-    return ", ".join(names)

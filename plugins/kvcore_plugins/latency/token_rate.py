@@ -7,13 +7,21 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 import attrs
+from attrs.validators import ge, le
 
-from kvcore import InputError, LatencyModel
+from kvcore import LatencyModel
 from kvcore.serving import LinearPiece, StepWork
 from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore_plugins.bounds import bounded
 
 MILLISECOND = NS_PER_S * PS_PER_NS // 1000
 SLOWEST = 1e-6
+
+
+def _rate(default: float) -> Any:
+    """Return an option of a rate; its bounds keep a token between 1 ps and some minutes."""
+    what = f"a number of tokens a millisecond, from {SLOWEST:g} to {MILLISECOND:g}"
+    return bounded(default, what, ge(SLOWEST), le(MILLISECOND))
 
 
 @attrs.define(slots=False, eq=False)
@@ -32,13 +40,13 @@ class TokenRate(LatencyModel):
 
     name: ClassVar[str] = "token-rate"
 
-    prefill: float = attrs.field(default=100.0)
-    decode: float = attrs.field(default=10.0)
+    prefill: float = _rate(100.0)
+    decode: float = _rate(10.0)
 
     def __attrs_post_init__(self) -> None:
         """Convert the rates to whole picoseconds per token."""
-        self._prefill = _token_picoseconds("prefill", self.prefill)
-        self._decode = _token_picoseconds("decode", self.decode)
+        self._prefill = round(MILLISECOND / Fraction(self.prefill))
+        self._decode = round(MILLISECOND / Fraction(self.decode))
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the only line, which is flat."""
@@ -47,14 +55,3 @@ class TokenRate(LatencyModel):
     def coefficients(self) -> dict[str, Any]:
         """Return the picoseconds a token takes."""
         return {"prefill_ps": self._prefill, "decode_ps": self._decode}
-
-
-def _token_picoseconds(option: str, rate: float) -> int:
-    """Return 1 / rate; the bounds keep it between a picosecond and some minutes."""
-    if not SLOWEST <= rate <= MILLISECOND:
-        msg = (
-            f"token-rate: {option}={rate} must be a number of tokens a millisecond, from "
-            f"{SLOWEST:g} to {MILLISECOND:g}"
-        )
-        raise InputError(msg)
-    return round(MILLISECOND / Fraction(rate))

@@ -547,11 +547,7 @@ class PooledCache(KVCache):
         """End the lock of `_lock`; spans may have been split since."""
         tree, span = self.tree, holding.span
         if tree.windows is not None:
-            path, ancestor = [], span
-            while ancestor.parent is not None and ancestor.start >= holding.top:
-                path.append(ancestor)
-                ancestor = ancestor.parent
-            tree.windows.unlock(path)
+            tree.windows.unlock(tree.path_from(holding.top, span))
         if tree.states is not None and span.parent is not None:
             tree.states.unlock([span])
 

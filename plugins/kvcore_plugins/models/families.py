@@ -7,65 +7,48 @@ of the class in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 
 from kvcore_plugins.models import parts
 from kvcore_plugins.models.config import Config
-from kvcore_plugins.models.family import Build, Experts, Family, Layer, Window
+from kvcore_plugins.models.family import Experts, Family, Layer, Part, Window
 from kvcore_plugins.models.harmless import named
-from kvcore_plugins.models.parts import attention, in_mixer
+from kvcore_plugins.models.parts import attention
 
 # Types of layers, where `layer_types` does not list them.
 
 
-def _every(field: str, default: int, other: str) -> Callable[[Config, Family], list[str]]:
-    """Return a function: each `number`-th layer has full attention, by a field of that name."""
-
-    def kinds(config: Config, family: Family) -> list[str]:
-        del family
-        every = config.count(field, default)
-        layers = config.count("num_hidden_layers")
-        return ["full_attention" if (i + 1) % every == 0 else other for i in range(layers)]
-
-    return kinds
+def _all(kind: str, config: Config) -> list[str]:
+    return [kind] * config.count("num_hidden_layers")
 
 
-def _all(kind: str) -> Callable[[Config, Family], list[str]]:
-    def kinds(config: Config, family: Family) -> list[str]:
-        del family
-        return [kind] * config.count("num_hidden_layers")
-
-    return kinds
-
-
-def _listed(field: str, other: str, missing: str) -> Callable[[Config, Family], list[str]]:
-    """Return a function: layers listed in `field` have full attention; unlisted: `missing`."""
-
-    def kinds(config: Config, family: Family) -> list[str]:
-        del family
-        layers = range(config.count("num_hidden_layers"))
-        if config.get(field) is None:
-            return [missing] * len(layers)
-        full = config.indices(field)
-        return ["full_attention" if i in full else other for i in layers]
-
-    return kinds
+def _listed(field: str, other: str, missing: str, config: Config) -> list[str]:
+    """Return full attention for the layers listed in `field`; without a list all `missing`."""
+    if config.get(field) is None:
+        return _all(missing, config)
+    full, layers = config.indices(field), range(config.count("num_hidden_layers"))
+    return ["full_attention" if i in full else other for i in layers]
 
 
-def _jamba(config: Config, family: Family) -> list[str]:
-    del family
+def _qwen_next(config: Config) -> list[str]:
+    every = config.count("full_attention_interval", 4)
+    layers = range(1, config.count("num_hidden_layers") + 1)
+    return ["full_attention" if i % every == 0 else "linear_attention" for i in layers]
+
+
+def _jamba(config: Config) -> list[str]:
     period = config.count("attn_layer_period", 8)
     offset = config.count("attn_layer_offset", 4, least=0)
     layers = range(config.count("num_hidden_layers"))
     return ["full_attention" if i % period == offset else "linear_attention" for i in layers]
 
 
-def _kimi(config: Config, family: Family) -> list[str]:
+def _kimi(config: Config) -> list[str]:
     """Return the types of the layers that `linear_attn_config` lists, from 1 on."""
-    del family
     full = config.table("linear_attn_config").get("full_attn_layers")
     layers = config.count("num_hidden_layers")
     if not isinstance(full, list):
@@ -77,8 +60,7 @@ def _kimi(config: Config, family: Family) -> list[str]:
 _NEMOTRON = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
-def _nemotron(config: Config, family: Family) -> list[str]:
-    del family
+def _nemotron(config: Config) -> list[str]:
     pattern = str(config.get("hybrid_override_pattern", ""))
     if not pattern or set(pattern) - _NEMOTRON.keys():
         config.refuse("hybrid_override_pattern", "is {}, not of M, *, E and -", pattern)
@@ -88,9 +70,8 @@ def _nemotron(config: Config, family: Family) -> list[str]:
 _COMPRESSED = {ratio: kind for kind, ratio in parts.RATIOS.items()} | {0: "sliding_attention"}
 
 
-def _deepseek_v4(config: Config, family: Family) -> list[str]:
+def _deepseek_v4(config: Config) -> list[str]:
     """Return the types of layers by the ratio of each; those of further layers are left out."""
-    del family
     ratios = config.items("compress_ratios")[: config.count("num_hidden_layers")]
     if not ratios or any(
         type(ratio) is not int or ratio not in _COMPRESSED for ratio in ratios
@@ -99,32 +80,34 @@ def _deepseek_v4(config: Config, family: Family) -> list[str]:
     return [_COMPRESSED[ratio] for ratio in ratios]
 
 
-def _minimax(config: Config, family: Family) -> list[str]:
+def _minimax(config: Config) -> list[str]:
     """Return the types of layers by `attn_type_list`, in which 1 is full attention."""
-    del family
     kinds = config.items("attn_type_list") or [1] * config.count("num_hidden_layers")
     return ["full_attention" if kind == 1 else str(kind) for kind in kinds]
 
 
-def _mimo(config: Config, family: Family) -> list[str]:
-    del family
+def _mimo(config: Config) -> list[str]:
     kinds = {"0": "full_attention", "1": "sliding_attention"}
     pattern = map(str, config.of_layers("hybrid_layer_pattern"))
     return [kinds.get(pattern_kind, pattern_kind) for pattern_kind in pattern]
 
 
-def _renamed(names: Mapping[str, str], build: Build) -> Build:
-    """Return a function that builds parts by fields of other names, none of them left out."""
-
-    def renamed(config: Config, family: Family, layer: Layer) -> Any:
-        for own in names.values():
-            config.count(own)
-        return build(attrs.evolve(config, names={**config.names, **names}), family, layer)
-
-    return renamed
+_MIMO_NAMES = {
+    "num_attention_heads": "swa_num_attention_heads",
+    "num_key_value_heads": "swa_num_key_value_heads",
+    "head_dim": "swa_head_dim",
+    "v_head_dim": "swa_v_head_dim",
+}
 
 
-def _global_heads(config: Config, family: Family, layer: Layer) -> Any:
+def _mimo_window(config: Config, family: Family, layer: Layer) -> list[Part]:
+    """Build attention in a window by fields of its own, none of them left out."""
+    for own in _MIMO_NAMES.values():
+        config.count(own)
+    return attention(attrs.evolve(config, names={**config.names, **_MIMO_NAMES}), family, layer)
+
+
+def _global_heads(config: Config, family: Family, layer: Layer) -> list[Part]:
     """Build attention of Gemma 4, whose full layers have heads of their own."""
     heads = config.get("num_global_key_value_heads")
     fields: dict[str, Any] = {"head_dim": config.count("global_head_dim", 512)}
@@ -181,7 +164,7 @@ _QWEN_3: dict[str, Any] = {
 
 _QWEN_NEXT: dict[str, Any] = {
     "mixers": {"full_attention": attention, "linear_attention": parts.gated_delta_net},
-    "kinds": _every("full_attention_interval", 4, "linear_attention"),
+    "kinds": _qwen_next,
     "qk_norm": True,
     "gate": "each",
     "only": {"attn_output_gate": True},
@@ -207,7 +190,7 @@ _HUNYUAN: dict[str, Any] = {"qk_norm": True, "only": {"use_qk_norm": True, "use_
 
 _LFM_2: dict[str, Any] = {
     "mixers": {"full_attention": attention, "conv": parts.short_convolution},
-    "kinds": _listed("full_attn_idxs", "conv", "full_attention"),
+    "kinds": partial(_listed, "full_attn_idxs", "conv", "full_attention"),
     "qk_norm": True,
     "qkv_bias": False,
     "output_bias": False,
@@ -227,7 +210,7 @@ _LFM_2: dict[str, Any] = {
 FAMILIES: Mapping[str, Family] = {
     "bamba": Family(
         mixers={"full_attention": attention, "linear_attention": parts.mamba_2},
-        kinds=_listed("attn_layer_indices", "linear_attention", "linear_attention"),
+        kinds=partial(_listed, "attn_layer_indices", "linear_attention", "linear_attention"),
         mlp="feed_forward",
         mlp_bias=None,
         known=named("attn_rotary_emb z_loss_coefficient"),
@@ -254,8 +237,8 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "falcon_h1": Family(
-        mixers={"hybrid": parts.together(attention, parts.mamba_2)},
-        kinds=_all("hybrid"),
+        mixers={"hybrid": parts.attention_and_mamba},
+        kinds=partial(_all, "hybrid"),
         mlp="feed_forward",
         mlp_bias=None,
         mamba_norm=None,
@@ -337,7 +320,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family(
         experts=Experts("num_local_experts", width="intermediate_size", optional=True),
         mixers={"full_attention": attention, "linear_attention": parts.mamba_2},
-        kinds=_all("linear_attention"),
+        kinds=partial(_all, "linear_attention"),
         network=parts.beside,
         mlp="block_sparse_moe",
         known=named("normalization_function num_experts_per_tok"),
@@ -393,18 +376,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mimo": Family(**_QWEN_2),
     "mimo_v2_flash": Family(
-        mixers={
-            "full_attention": attention,
-            "sliding_attention": _renamed(
-                {
-                    "num_attention_heads": "swa_num_attention_heads",
-                    "num_key_value_heads": "swa_num_key_value_heads",
-                    "head_dim": "swa_head_dim",
-                    "v_head_dim": "swa_v_head_dim",
-                },
-                attention,
-            ),
-        },
+        mixers={"full_attention": attention, "sliding_attention": _mimo_window},
         kinds=_mimo,
         window=Window(),
         value_width=True,
@@ -435,9 +407,9 @@ FAMILIES: Mapping[str, Family] = {
         experts=Experts("n_routed_experts", optional=True, router_bias=True),
         norms=1,
         mixers={
-            "full_attention": in_mixer(attention),
-            "linear_attention": in_mixer(parts.mamba_2),
-            "mlp": in_mixer(parts.dense),
+            "full_attention": partial(parts.in_mixer, attention),
+            "linear_attention": partial(parts.in_mixer, parts.mamba_2),
+            "mlp": partial(parts.in_mixer, parts.dense),
             "moe": parts.nemotron_experts,
         },
         kinds=_nemotron,

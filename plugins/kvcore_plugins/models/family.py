@@ -140,7 +140,7 @@ class Family:
     """
 
     mixers: Mapping[str, Build] = attrs.field(factory=dict)
-    kinds: Callable[[Config, Family], list[str]] | None = None
+    kinds: Callable[[Config], list[str]] | None = None
     network: Build | None = None
     outside: Callable[[Config], int] | None = None
     norms: int = 2

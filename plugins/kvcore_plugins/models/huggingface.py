@@ -33,11 +33,9 @@ _NAMES = ", ".join(_DTYPES)
 
 _SHARED_FIELDS = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 
-_MIXERS: Mapping[str, Build] = {
-    "full_attention": attention,
-    "sliding_attention": attention,
-    "chunked_attention": attention,
-}
+_MIXERS: Mapping[str, Build] = dict.fromkeys(
+    ("full_attention", "sliding_attention", "chunked_attention"), attention
+)
 """What layers of a family are by their type, if the family does not say it."""
 
 _KINDS = {
@@ -242,7 +240,7 @@ def _layers(config: Config, family: Family) -> list[Layer]:
     """Return the layers: their types and windows, whether they have experts or share K/V."""
     count, kinds = config.layers, config.items("layer_types")
     if not kinds:
-        kinds = (family.kinds or _by_window)(config, family)
+        kinds = family.kinds(config) if family.kinds else _by_window(config, family)
     if len(kinds) != count:
         config.refuse("layer_types", f"has {len(kinds)} entries for {count} layers")
     kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]

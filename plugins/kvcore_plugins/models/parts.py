@@ -6,7 +6,7 @@ write one, and name it among the `mixers` of a family in `families.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
@@ -15,6 +15,7 @@ import attrs
 from kvcore.models.layers import MAX_WIDTH, CacheKind, LayerCache
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.family import Build, Family, Layer, Matrices, Part
+from kvcore_plugins.models.harmless import named
 
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of a recurrent state, by the name of its type."""
@@ -157,14 +158,13 @@ RATIOS = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """Tokens of a compressed entry, by the type of a layer of DeepSeek V4."""
 
 
-def compressed_attention(config: Config, family: Family, layer: Layer) -> list[Part]:
+def compressed_attention(config: Config, _family: Family, layer: Layer) -> list[Part]:
     """Build the attention of DeepSeek V4: a window, and perhaps compressed K/V before it.
 
     Keys and values are one vector. Tokens of an entry that is not full wait as they were
     projected; where entries overlap, those of the entry before it wait too. That is how vLLM
     0.33 keeps them, in fp32.
     """
-    del family
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     width, rank = config.count("head_dim"), config.count("q_lora_rank")
     groups, outputs = config.count("o_groups"), config.count("o_lora_rank")
@@ -235,9 +235,8 @@ def _state(config: Config, conv: int, numbers: int) -> LayerCache:
     return LayerCache(kind="state", layers=1, state_bytes=size, pair_flop=4 * numbers)
 
 
-def gated_delta_net(config: Config, family: Family, layer: Layer) -> list[Part]:
+def gated_delta_net(config: Config, _family: Family, _layer: Layer) -> list[Part]:
     """Build a gated delta net, the linear attention of Qwen3-Next and Qwen3.5."""
-    del family, layer
     hidden = config.count("hidden_size")
     key_heads = config.count("linear_num_key_heads")
     value_heads = config.count("linear_num_value_heads")
@@ -261,9 +260,8 @@ def gated_delta_net(config: Config, family: Family, layer: Layer) -> list[Part]:
     ]
 
 
-def delta_attention(config: Config, family: Family, layer: Layer) -> list[Part]:
+def delta_attention(config: Config, _family: Family, _layer: Layer) -> list[Part]:
     """Build Kimi delta attention (KDA), whose gates are of low rank."""
-    del family, layer
     hidden, table = config.count("hidden_size"), config.table("linear_attn_config")
     unknown = table.keys() - _KDA_FIELDS
     if unknown:
@@ -289,18 +287,11 @@ def delta_attention(config: Config, family: Family, layer: Layer) -> list[Part]:
     return [Part("self_attn", matrices, 3 * inner * kernel + inner + heads + width, (state,))]
 
 
-_KDA_FIELDS = {
-    "head_dim",
-    "num_heads",
-    "short_conv_kernel_size",
-    "full_attn_layers",
-    "kda_layers",
-}
+_KDA_FIELDS = named("head_dim num_heads short_conv_kernel_size full_attn_layers kda_layers")
 
 
-def mamba_1(config: Config, family: Family, layer: Layer) -> list[Part]:
+def mamba_1(config: Config, _family: Family, _layer: Layer) -> list[Part]:
     """Build a Mamba 1 layer, whose step sizes, inputs and outputs have norms (Jamba)."""
-    del family, layer
     hidden = config.count("hidden_size")
     inner = config.count("mamba_expand", 2) * hidden
     numbers, kernel = config.count("mamba_d_state", 16), config.count("mamba_d_conv", 4)
@@ -319,9 +310,8 @@ def mamba_1(config: Config, family: Family, layer: Layer) -> list[Part]:
     return [Part("mamba", matrices, vectors, (state,))]
 
 
-def mamba_2(config: Config, family: Family, layer: Layer) -> list[Part]:
+def mamba_2(config: Config, family: Family, _layer: Layer) -> list[Part]:
     """Build a Mamba 2 layer, with heads and groups."""
-    del layer
     hidden, heads = config.count("hidden_size"), config.count("mamba_n_heads")
     width = config.get("mamba_d_head", "auto")
     inner = config.get("mamba_d_ssm")
@@ -343,9 +333,8 @@ def mamba_2(config: Config, family: Family, layer: Layer) -> list[Part]:
     return [Part("mamba", matrices, vectors, (state,))]
 
 
-def short_convolution(config: Config, family: Family, layer: Layer) -> list[Part]:
+def short_convolution(config: Config, _family: Family, _layer: Layer) -> list[Part]:
     """Build a gated short convolution (LFM2), which keeps its last inputs."""
-    del family, layer
     hidden, kernel = config.count("hidden_size"), config.count("conv_L_cache", 3)
     matrices = {"in_proj": (hidden, 3 * hidden), "out_proj": (hidden, hidden)}
     vectors = hidden * kernel
@@ -354,18 +343,13 @@ def short_convolution(config: Config, family: Family, layer: Layer) -> list[Part
     return [Part("conv", matrices, vectors, (state,))]
 
 
-def together(*builds: Build) -> Build:
-    """Return a function that builds layers with all these parts (Falcon-H1)."""
-
-    def build(config: Config, family: Family, layer: Layer) -> list[Part]:
-        return [part for build in builds for part in build(config, family, layer)]
-
-    return build
+def attention_and_mamba(config: Config, family: Family, layer: Layer) -> list[Part]:
+    """Build attention and a Mamba 2 layer side by side (Falcon-H1)."""
+    return [*attention(config, family, layer), *mamba_2(config, family, layer)]
 
 
-def nothing(config: Config, family: Family, layer: Layer) -> list[Part]:
+def nothing(*_: Any) -> list[Part]:
     """Build no part: the layer has another one alone."""
-    del config, family, layer
     return []
 
 
@@ -428,9 +412,8 @@ def beside(config: Config, family: Family, layer: Layer) -> list[Part]:
 # What single families have.
 
 
-def nemotron_experts(config: Config, family: Family, layer: Layer) -> list[Part]:
+def nemotron_experts(config: Config, family: Family, _layer: Layer) -> list[Part]:
     """Build the experts of Nemotron-H, which may work in a narrower latent."""
-    del layer
     hidden, experts = config.count("hidden_size"), config.count("n_routed_experts")
     latent = config.get("moe_latent_size")
     inner = hidden if latent is None else config.count("moe_latent_size")
@@ -523,9 +506,8 @@ def gemma_3n(config: Config, family: Family, layer: Layer) -> list[Part]:
     ]
 
 
-def per_layer_input(config: Config, family: Family, layer: Layer) -> list[Part]:
+def per_layer_input(config: Config, _family: Family, _layer: Layer) -> list[Part]:
     """Build what adds an embedding of its own to a layer, if the model has them."""
-    del family, layer
     hidden, width = (
         config.count("hidden_size"),
         config.count("hidden_size_per_layer_input", 0, least=0),
@@ -583,10 +565,6 @@ def lfm_feed_forward(config: Config, family: Family, layer: Layer) -> list[Part]
     return [Part("feed_forward", mlp(config.count("hidden_size"), width))]
 
 
-def in_mixer(build: Callable[[Config, Family, Layer], list[Part]]) -> Build:
-    """Return a function that builds parts whose module is called `mixer` (Nemotron-H)."""
-
-    def renamed(config: Config, family: Family, layer: Layer) -> list[Part]:
-        return [attrs.evolve(part, name="mixer") for part in build(config, family, layer)]
-
-    return renamed
+def in_mixer(build: Build, config: Config, family: Family, layer: Layer) -> list[Part]:
+    """Build parts by `build`, whose module is called `mixer` (Nemotron-H)."""
+    return [attrs.evolve(part, name="mixer") for part in build(config, family, layer)]

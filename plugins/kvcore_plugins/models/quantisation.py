@@ -29,9 +29,9 @@ _EXCLUDED = (
 )
 """Fields with the modules that are not quantised: each method has its own."""
 
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 
 

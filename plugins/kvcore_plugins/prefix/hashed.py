@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvcore import InputError, PrefixIndex, Span
+from kvcore import PrefixIndex, Span
 from kvcore.request import Key
+from kvcore_plugins.bounds import one_of
 
 
 @attrs.define(slots=False, eq=False)
@@ -32,15 +33,12 @@ class Hashed(PrefixIndex):
     name: ClassVar[str] = "hashed"
     later_options = ("spans",)
 
-    spans: Literal["runs", "block"] = attrs.field(default="runs")
+    spans: Literal["runs", "block"] = one_of("runs", "block")
     # By each key, the span that holds the first of its blocks.
     _spans: dict[Key, Span] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Check the option."""
-        if self.spans not in ("runs", "block"):
-            msg = f"hashed: spans={self.spans!r} is not known; there are: runs, block"
-            raise InputError(msg)
+        """Store what the option decides."""
         self.block_spans = self.spans == "block"
 
     def match(self, keys: Sequence[Key], limit: int, after: Span) -> tuple[Span, int]:

@@ -7,10 +7,10 @@ from random import Random
 from typing import Literal
 
 import attrs
+from attrs.validators import ge, le
 
-from kvcore import InputError, Job, Scheduler
-
-LARGEST_ERROR = 10
+from kvcore import Job, Scheduler
+from kvcore_plugins.bounds import bounded, one_of
 
 
 @attrs.define(slots=False, eq=False)
@@ -30,23 +30,10 @@ class Estimating(Scheduler):
         concurrency: number of sequences that a decode step is assumed to serve.
     """
 
-    length: Literal["true", "predicted"] = attrs.field(default="predicted")
-    error: float = attrs.field(default=0.0)
+    length: Literal["true", "predicted"] = one_of("true", "predicted", default="predicted")
+    error: float = bounded(0.0, "from 0, always right, to 10", ge(0), le(10))
     seed: int = attrs.field(default=0)
-    concurrency: int = attrs.field(default=32)
-
-    def __attrs_post_init__(self) -> None:
-        """Check the options."""
-        msg = ""
-        if self.length not in ("true", "predicted"):
-            msg = f"length={self.length!r} is not known; there are: true, predicted"
-        elif not 0 <= self.error <= LARGEST_ERROR:
-            msg = f"error={self.error} must be from 0, always right, to {LARGEST_ERROR}"
-        elif self.concurrency < 1:
-            msg = f"concurrency={self.concurrency} must be at least 1 sequence"
-        if msg:
-            msg = f"{self.name}: {msg}"
-            raise InputError(msg)
+    concurrency: int = bounded(32, "at least 1 sequence", ge(1))
 
     def expected(self, job: Job) -> int:
         """Return the expected number of output tokens of `job`, which never changes.

@@ -7,10 +7,12 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import attrs
+from attrs.validators import ge, in_
 
-from kvcore import InputError, Job, Scheduler
+from kvcore import Job, Scheduler
 from kvcore.request import Key
 from kvcore.serving import LoopState, StepPlan
+from kvcore_plugins.bounds import bounded
 
 
 @attrs.define(slots=False, eq=False)
@@ -38,17 +40,11 @@ class LPM(Scheduler):
     name: ClassVar[str] = "lpm"
     later_options = ("beyond", "defer_shared")
 
-    sample: int = attrs.field(default=128)
+    sample: int = bounded(128, "at least 1 job", ge(1))
     beyond: Literal["rest", "fcfs"] = attrs.field(
-        default="rest", validator=attrs.validators.in_(("rest", "fcfs"))
+        default="rest", validator=in_(("rest", "fcfs"))
     )
-    defer_shared: int = attrs.field(default=0, validator=attrs.validators.ge(0))
-
-    @sample.validator
-    def _is_positive(self, _: object, value: int) -> None:
-        if value < 1:
-            msg = f"lpm: sample={value} must be at least 1 job"
-            raise InputError(msg)
+    defer_shared: int = attrs.field(default=0, validator=ge(0))
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the order of arrival: the job that came last loses its blocks first."""

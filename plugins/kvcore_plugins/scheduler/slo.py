@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf
 from typing import Any, ClassVar
 
 import attrs
+from attrs.validators import gt, lt
 
-from kvcore import SLO, InputError, Job
+from kvcore import SLO, Job
 from kvcore.serving.job import DECODE, PREFILL
 from kvcore.units import NS_PER_S
+from kvcore_plugins.bounds import bounded
 from kvcore_plugins.scheduler.estimate import Estimating
 
 UNSAID = SLO()
@@ -46,16 +48,9 @@ class LeastSlack(Estimating):
 
     name: ClassVar[str] = "slo"
 
-    ttft: float = attrs.field(default=30.0)
-    tpot: float = attrs.field(default=0.1)
+    ttft: float = bounded(30.0, "a positive number of seconds", gt(0), lt(inf))
+    tpot: float = bounded(0.1, "a positive number of seconds", gt(0), lt(inf))
     preemptive: bool = attrs.field(default=False)
-
-    @ttft.validator
-    @tpot.validator
-    def _is_positive(self, attribute: attrs.Attribute[float], value: float) -> None:
-        if not (isfinite(value) and value > 0):
-            msg = f"slo: {attribute.name}={value} must be a positive number of seconds"
-            raise InputError(msg)
 
     def priority(self, job: Job, now: int) -> Any:
         """Return whether `job` is hopeless, and its latest start (ns)."""

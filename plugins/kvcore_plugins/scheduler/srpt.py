@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from kvcore import Job
+from kvcore_plugins.bounds import one_of
 from kvcore_plugins.scheduler.estimate import Estimating
 
 
@@ -30,7 +31,7 @@ class SRPT(Estimating):
     name: ClassVar[str] = "srpt"
 
     preemptive: bool = attrs.field(default=True)
-    length: Literal["true", "predicted"] = attrs.field(default="true")
+    length: Literal["true", "predicted"] = one_of("true", "predicted")
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the remaining time of `job` (ns)."""

@@ -45,7 +45,7 @@ from kvcore_plugins.workload._messages import (
 )
 from kvcore_plugins.workload.left_out import LeftOut, models_note, no_model, unread_fields
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
-from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
+from kvcore_plugins.workload.rows import Pending, Row, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
 from kvcore_plugins.workload.turns import Turns
 from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
@@ -157,7 +157,7 @@ class Reading:
         self._order: TimeOrder | None = None
         self._likely: list[str] = []
 
-    def sessions(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
+    def sessions(self) -> Iterator[tuple[int, Callable[[], list[Pending]]]]:
         """Yield the arrival of the first request of each row, and its reader.
 
         Readers count what `notes` tells of the rows.
@@ -462,7 +462,7 @@ class Reading:
         """Return the tokens that a number of tokens of the texts stands for."""
         return max(1, tokens * self._chat.key_tokens // self._key_text)
 
-    def _turns(self, tokens: _Tokens, start: int) -> list[Turn]:
+    def _turns(self, tokens: _Tokens, start: int) -> list[Pending]:
         """Return the turns of a row, the last one first; count what `notes` tells of them."""
         exchange, chat = tokens.exchange, self._chat
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
@@ -470,7 +470,7 @@ class Reading:
         tenant = _tenant_of(exchange, self._names.get("tenant", "tenant"))
         self._lacking.update(self._lacks(exchange, tenant))
         alone = len(tokens.prompts) == 1
-        make, turns = self._maker(tokens), list[Turn]()
+        make, turns = self._maker(tokens), list[Pending]()
         for turn, (prompt, answer) in enumerate(
             zip(tokens.prompts, tokens.answers, strict=True)
         ):

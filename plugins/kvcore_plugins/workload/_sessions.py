@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count, islice
-from typing import TypeAlias
 
 import attrs
 
 from kvcore.request import Key, KeyPrefix, Request
-
-Pending: TypeAlias = tuple[int, Callable[[], Request]]
-"""The arrival of a request (ns), and the function that builds it."""
+from kvcore_plugins.workload.rows import Pending
 
 
 @attrs.define
@@ -128,20 +124,3 @@ class SessionChain:
         session.path = path
         full_blocks = turn.prompt // size
         return KeyPrefix(path, full_blocks), path[full_blocks:].tolist()
-
-
-def in_order(pending: Iterable[tuple[int, Pending]]) -> Iterator[Request]:
-    """Yield requests in order of arrival, which may be later than the time of their row.
-
-    Those of one arrival come as they are given, so that none comes before one that it follows.
-
-    Args:
-        pending: in order of the time of the row, that time and the request.
-    """
-    waiting: list[tuple[int, int, Callable[[], Request]]] = []
-    for place, (time, (arrival, build)) in enumerate(pending):
-        while waiting and waiting[0][0] <= time:
-            yield heappop(waiting)[2]()
-        heappush(waiting, (arrival, place, build))
-    while waiting:
-        yield heappop(waiting)[2]()

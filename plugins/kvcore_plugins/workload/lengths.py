@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
@@ -19,7 +19,7 @@ from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import json_fields
 from kvcore_plugins.workload._messages import token_ids
-from kvcore_plugins.workload._sessions import Pending, SessionChain, Turn, in_order
+from kvcore_plugins.workload._sessions import SessionChain, Turn
 from kvcore_plugins.workload._tables import (
     COLUMNAR,
     Table,
@@ -32,7 +32,7 @@ from kvcore_plugins.workload._tables import (
     table_header,
 )
 from kvcore_plugins.workload.file_workload import TimedFile
-from kvcore_plugins.workload.rows import Row, parse_row, time_order
+from kvcore_plugins.workload.rows import Pending, Row, merged, parse_row, time_order
 from kvcore_plugins.workload.times import (
     ENDS,
     HEAD,
@@ -155,7 +155,7 @@ class Lengths(TimedFile):
         table = read_table(self.path)
         self._reading = reading = _Reading(self, table)
         if reading.closed:
-            yield from in_order(map(reading.pending, reading.sorted()))
+            yield from merged(map(reading.pending, reading.sorted()))
             return
         columns, key_tokens = reading.columns, self.key_tokens
         session, tenant = columns.get("session"), columns.get("tenant")
@@ -369,8 +369,8 @@ class _Reading:
             raise row.error(field=self.columns["time"], expected=expected)
         return time - first
 
-    def pending(self, timed: Timed[Row]) -> tuple[int, Pending]:
-        """Return the time of a row of a session since the first one, and its request."""
+    def pending(self, timed: Timed[Row]) -> tuple[int, Callable[[], list[Pending]]]:
+        """Return the time of a row of a session since the first one, and its request alone."""
         time, rank, row = timed
         first = self._first = time if self._first is None else self._first
         columns, fields = self.columns, row.fields
@@ -401,7 +401,8 @@ class _Reading:
             keys=keys,
             generated=generated,
         )
-        return turn.time, self._chain.build(turn, label, _label(row, columns.get("tenant")))
+        pending = self._chain.build(turn, label, _label(row, columns.get("tenant")))
+        return turn.time, [pending].copy
 
     def token_keys(
         self, row: Row, prompt: int, output: int

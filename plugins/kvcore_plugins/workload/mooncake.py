@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain as joined
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import attrs
 from attrs.converters import optional
@@ -24,11 +24,8 @@ from kvcore.units import INT64_LIMIT
 from kvcore.workloads import json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
 from kvcore_plugins.workload.from_files import FromFiles
-from kvcore_plugins.workload.rows import Row, parse_row, time_order
+from kvcore_plugins.workload.rows import Pending, Row, merged, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder, has_fraction
-
-if TYPE_CHECKING:
-    from kvcore_plugins.workload._sessions import Pending
 
 BUNDLED_REQUESTS = 12_031
 
@@ -250,9 +247,7 @@ class _Reading:
 
     def turns(self) -> Iterator[Request]:
         """Yield the requests of rows of sessions, each after the one before it."""
-        from kvcore_plugins.workload._sessions import in_order  # noqa: PLC0415 - for these
-
-        return in_order(map(self._turn, self._order.sort(self._with_lengths())))
+        return merged(map(self._turn, self._order.sort(self._with_lengths())))
 
     def notes(self) -> list[str]:
         """Return what was assumed of the rows so far."""
@@ -288,8 +283,8 @@ class _Reading:
             notes.append(f"prompts with too few ids, whose rest is never shared: {self._short}")
         return notes
 
-    def _turn(self, timed: Timed[Row]) -> tuple[int, Pending]:
-        """Return the time of a row since the first one, and its request."""
+    def _turn(self, timed: Timed[Row]) -> tuple[int, Callable[[], list[Pending]]]:
+        """Return the time of a row since the first one, and its request alone."""
         time, serial, row = timed
         fields, first = row.fields, self._order.first
         time = arrival = self._arrival(time, row)
@@ -307,7 +302,8 @@ class _Reading:
         sent = _Sent(serial, session, arrival, arrival if end is None else max(arrival, end))
         self._sent |= dict.fromkeys(names, sent)
         after = None if before is None else before.serial
-        return time, (arrival, partial(self._request, row, sent, after, think))
+        pending: Pending = arrival, partial(self._request, row, sent, after, think)
+        return time, [pending].copy
 
     def _place(self, row: Row) -> tuple[str | None, _Sent | None, list[_Name]]:
         """Return the session of a row, what it follows, and names by which others follow it."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -211,34 +212,29 @@ def time_order(field: str, row_of: Callable[[Request], Row] | None = None) -> Ti
     return TimeOrder(too_late)
 
 
-Turn: TypeAlias = tuple[int, Callable[[], Request]]
+Pending: TypeAlias = tuple[int, Callable[[], Request]]
 """The arrival of a request (ns), and the function that builds it then."""
 
 
-def merged(sessions: Iterable[tuple[int, Callable[[], list[Turn]]]]) -> Iterator[Request]:
+def merged(sessions: Iterable[tuple[int, Callable[[], list[Pending]]]]) -> Iterator[Request]:
     """Yield the requests of sessions in order of arrival, those of one time by session.
 
     Args:
         sessions: in order, the start of each session (ns), and the function that reads its
-            turns then: at least one, the last one first. Started sessions stay in memory.
+            turns then, the last one first. Started sessions stay in memory.
     """
-    running: list[tuple[int, int, list[Turn]]] = []
-    for index, (start, read) in enumerate(sessions):
-        yield from _before(start, running)
-        turns = read()
-        heappush(running, (turns[-1][0], index, turns))
-    yield from _before(math.inf, running)
-
-
-def _before(time: float, running: list[tuple[int, int, list[Turn]]]) -> Iterator[Request]:
-    """Yield the requests that running sessions send until `time`."""
-    while running and running[0][0] <= time:
-        _, session, turns = running[0]
-        yield turns.pop()[1]()
-        if turns:
-            heapreplace(running, (turns[-1][0], session, turns))
-        else:
-            heappop(running)
+    running: list[tuple[int, int, list[Pending]]] = []
+    end: tuple[float, Callable[[], list[Pending]]] = math.inf, list
+    for index, (start, read) in enumerate(chain(sessions, [end])):
+        while running and running[0][0] <= start:
+            _, session, turns = running[0]
+            yield turns.pop()[1]()
+            if turns:
+                heapreplace(running, (turns[-1][0], session, turns))
+            else:
+                heappop(running)
+        if turns := read():
+            heappush(running, (turns[-1][0], index, turns))
 
 
 def rows(path: Path) -> Generator[Row, None, None]:

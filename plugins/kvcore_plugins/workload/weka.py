@@ -19,7 +19,7 @@ from kvcore.request import KeyPrefix
 from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import exponential, lines
 from kvcore_plugins.workload.file_workload import FileWorkload
-from kvcore_plugins.workload.rows import MOST_NESTED, Row, Turn, merged, too_deep
+from kvcore_plugins.workload.rows import MOST_NESTED, Pending, Row, merged, too_deep
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
@@ -63,7 +63,7 @@ class Weka(FileWorkload):
         """Yield one request for each turn. Keeps the running sessions in memory."""
         return merged(self._sessions())
 
-    def _sessions(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
+    def _sessions(self) -> Iterator[tuple[int, Callable[[], list[Pending]]]]:
         draw = Random(self.seed).random  # noqa: S311 - a workload, not a secret
         start = 0
         ids: set[str] = set()
@@ -105,7 +105,7 @@ def _request(turn: _Turn, session: str, start: int) -> Request:
 
 def _session(
     path: Path, line_number: int, line: bytes, start: int, ids: set[str]
-) -> list[Turn]:
+) -> list[Pending]:
     # Imported late: every command imports this module, and msgspec takes a while.
     from kvcore_plugins.workload._key_texts import parse_session  # noqa: PLC0415
 

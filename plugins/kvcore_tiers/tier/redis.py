@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from time import monotonic
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import attrs
 
@@ -31,6 +31,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 
 SCAN_S = 30.0
 """The maximum of seconds of the search for blocks of earlier runs."""
+
+Command: TypeAlias = tuple[Any, ...]
+"""A command to the server: its method in the package redis, and the arguments of this."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -116,7 +119,7 @@ class RedisStore(TierStore):
         self._held: dict[int, StoredBlock] = {}
         self._pause = self._again = 0.0
         try:
-            self._ask(lambda pipe: pipe.ping())
+            self._ask([("ping",)])
         except OSError as error:
             self.close()
             msg = f"{error}: start the server, or give another url"
@@ -124,40 +127,36 @@ class RedisStore(TierStore):
 
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
         """Send the K/V of each block, and its header after it."""
-        data = data.cast("B")
+        data, size = data.cast("B"), self._size
         self.drop([block.slot for block in blocks])
         for start, end in self._batches(len(blocks)):
-
-            def send(pipe: Any, start: int = start, end: int = end) -> None:
-                for index in range(start, end):
-                    self._send(pipe, blocks[index], data[index * self._size :][: self._size])
-
             self._held.update((block.slot, block) for block in blocks[start:end])
-            self._ask(send)
+            self._ask(
+                command
+                for index in range(start, end)
+                for command in self._send(blocks[index], data[index * size :][:size])
+            )
 
-    def _send(self, pipe: Any, block: StoredBlock, data: memoryview) -> None:
+    def _send(self, block: StoredBlock, data: memoryview) -> Iterator[Command]:
         name = self._key(block)
-        pipe.delete(name)
+        yield "delete", name
         for index, field in enumerate(self._fields):
-            pipe.hset(name, field, data[index * CHUNK_BYTES :][:CHUNK_BYTES])
+            yield "hset", name, field, data[index * CHUNK_BYTES :][:CHUNK_BYTES]
             if not index:
-                self._touch(pipe, name)
+                yield from self._touch(name)
         sealed = attrs.evolve(block, slot=0)  # each run numbers its own slots
-        pipe.hset(name, b"header", self._sealer.seal(sealed, data))
+        yield "hset", name, b"header", self._sealer.seal(sealed, data)
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
         """Get blocks, up to the first that is missing or does not match its header."""
         into, size = into.cast("B"), self._size
         known = self._known(blocks)
         for start, end in self._batches(known):
-
-            def get(pipe: Any, start: int = start, end: int = end) -> None:
-                for block in blocks[start:end]:
-                    pipe.hmget(self._key(block), b"header", *self._fields)
-                for block in blocks[start:end]:
-                    self._touch(pipe, self._key(block))
-
-            answers = self._ask(get)
+            names = [*map(self._key, blocks[start:end])]
+            commands: list[Command] = [
+                ("hmget", name, b"header", *self._fields) for name in names
+            ]
+            answers = self._ask(chain(commands, *map(self._touch, names)))
             for index in range(start, end):
                 block_bytes = into[index * size : (index + 1) * size]
                 block = attrs.evolve(blocks[index], slot=0)
@@ -184,7 +183,7 @@ class RedisStore(TierStore):
         """Delete the blocks in `slots`."""
         names = [self._key(self._held.pop(slot)) for slot in slots if slot in self._held]
         if names:
-            self._ask(lambda pipe: pipe.unlink(*names))
+            self._ask([("unlink", *names)])
 
     def recover(self) -> Iterator[StoredBlock]:
         """Yield blocks of this model that are in the server, in order of their positions.
@@ -194,7 +193,7 @@ class RedisStore(TierStore):
         blocks_by_name: dict[bytes, StoredBlock] = {}
         until = monotonic() + SCAN_S
         for names in self._scan():
-            headers = self._ask(partial(self._ask_headers, names))
+            headers = self._ask(self._get_headers(names))
             for name, header in zip(names, headers, strict=True):
                 block = self._sealer.unseal(header) if isinstance(header, bytes) else None
                 if block is not None and self._key(block) == name and block.key is not None:
@@ -211,27 +210,20 @@ class RedisStore(TierStore):
     def _scan(self) -> Iterator[list[bytes]]:
         cursor: Any = None
         while cursor != 0:
-            [answer] = self._ask(partial(self._ask_scan, cursor or 0))
+            [answer] = self._ask([("scan", cursor or 0, self._name + b"*", BATCH_KEYS)])
             cursor, names = answer
             yield names
 
-    def _ask_scan(self, cursor: int, pipe: Any) -> None:
-        pipe.scan(cursor, self._name + b"*", BATCH_KEYS)
-
     @staticmethod
-    def _ask_headers(names: list[bytes], pipe: Any) -> None:
-        for name in names:
-            pipe.hget(name, b"header")
+    def _get_headers(names: Any) -> Iterator[Command]:
+        for name in names:  # of another kind of server, anything
+            yield "hget", name, b"header"
 
     def present(self, blocks: Sequence[StoredBlock]) -> int:
         """Return the number of `blocks` before the first that the server does not have."""
         known = self._known(blocks)
-
-        def ask(pipe: Any) -> None:
-            for block in blocks[:known]:
-                pipe.exists(self._key(block))
-
-        answers = self._ask(ask) if known else []
+        asked = (("exists", self._key(block)) for block in blocks[:known])
+        answers = self._ask(asked) if known else []
         return next((index for index, present in enumerate(answers) if present != 1), known)
 
     def close(self) -> None:
@@ -241,33 +233,30 @@ class RedisStore(TierStore):
     def _known(self, blocks: Sequence[StoredBlock]) -> int:
         """Return the number of `blocks` before the first that this run has not stored."""
         for index, block in enumerate(blocks):
-            block_held = self._held.get(block.slot)
-            if block_held is None or (block_held.position, block_held.chain) != (
-                block.position,
-                block.chain,
-            ):
+            held = self._held.get(block.slot)
+            if held is None or (held.position, held.chain) != (block.position, block.chain):
                 return index
         return len(blocks)
 
     def _key(self, block: StoredBlock) -> bytes:
         return self._name + block.chain.hex().encode()
 
-    def _touch(self, pipe: Any, name: bytes) -> None:
-        if self._ttl_ms is not None:
-            pipe.pexpire(name, self._ttl_ms)
+    def _touch(self, name: bytes) -> list[Command]:
+        return [] if self._ttl_ms is None else [("pexpire", name, self._ttl_ms)]
 
     def _batches(self, blocks: int) -> Iterator[tuple[int, int]]:
         step = min(max(1, BATCH_BYTES // self._size), BATCH_KEYS)
         return ((start, min(start + step, blocks)) for start in range(0, blocks, step))
 
-    def _ask(self, commands: Callable[[Any], object]) -> list[Any]:
+    def _ask(self, commands: Iterable[Command]) -> list[Any]:
         """Send commands in one pipeline, and return the answers."""
         if monotonic() < self._again:
             msg = f"tier redis: {self._where} is left alone for {self._pause:g} s"
             raise ConnectionError(msg)
         try:
             with self._client.pipeline(transaction=False) as pipe:
-                commands(pipe)
+                for method, *arguments in commands:
+                    getattr(pipe, method)(*arguments)
                 answers: list[Any] = pipe.execute(raise_on_error=False)
         except Exception as error:  # noqa: BLE001 - another kind of server may answer anything
             self._fail(error)
