@@ -145,7 +145,7 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
                 arrival=i,
                 prompt_tokens=90 + i,
                 output_tokens=60,
-                keys=keys[: 22 + i % 5],
+                keys=keys[: 22 + i % 2],
                 key_tokens=4,
             )
             for i in range(8)
