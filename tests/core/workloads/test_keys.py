@@ -186,3 +186,14 @@ def test_a_prompt_has_no_more_keys_than_its_tokens_fill(prompt, most):
     one = Request(id=1, prompt_tokens=prompt, keys=range(most + 1), key_tokens=16)
     with pytest.raises(InputError, match=f"{most + 1} keys of 16 tokens"):
         list(check_keys([one]))
+
+
+@pytest.mark.parametrize(
+    "keys", [iter([1]), {1: 2}, {1}, None, [[1]]], ids=lambda k: type(k).__name__
+)
+def test_keys_that_are_no_list_are_refused(keys):
+    """Keys that are a generator, a dict or the like are an InputError that asks for a list."""
+    with pytest.raises(
+        InputError, match=r"request 7: keys=.*: give integers or bytes in a list"
+    ):
+        Request(id=7, prompt_tokens=16, keys=keys, key_tokens=16)
