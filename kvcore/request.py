@@ -397,8 +397,9 @@ class Request(Record):
             msg = (
                 f"request {self.id!r}: arrival (ns), prompt_tokens, output_tokens and "
                 f"key_tokens are whole numbers (int), lengths from 0 to 2^63 - 1, key_tokens "
-                f"from 1 on; given: arrival={self.arrival!r}, prompt_tokens={self.prompt_tokens!r}, "
-                f"output_tokens={self.output_tokens!r}, key_tokens={self.key_tokens!r}"
+                f"from 1 on; given: arrival={self.arrival!r}, "
+                f"prompt_tokens={self.prompt_tokens!r}, output_tokens={self.output_tokens!r}, "
+                f"key_tokens={self.key_tokens!r}"
             )
             raise InputError(msg)
         try:
