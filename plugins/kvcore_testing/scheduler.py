@@ -88,7 +88,7 @@ _values = attrgetter(*_FIELDS)
 
 
 def _check_unwritten(method: str, job: Job, before: tuple[Any, ...]) -> None:
-    """Check that a call of a scheduler has written to no field of `job`, but for `data`."""
+    """Check that a call of a scheduler has written to no field of `job` except `data`."""
     if (after := _values(job)) != before:
         fields = zip(_FIELDS, before, after, strict=True)
         changed = ", ".join(name for name, old, new in fields if old != new)

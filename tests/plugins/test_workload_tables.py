@@ -652,7 +652,7 @@ def test_a_workload_that_was_read_can_be_sent_to_a_process(tmp_path):
     ],
 )
 def test_comments_and_a_separator_before_the_header_are_skipped(tmp_path, above):
-    """What stands above a header is no header, but for a comment that has rows below it."""
+    """Lines above a header are skipped; a comment that has rows below it is the header."""
     table = f"{above}time;input_tokens;output_tokens\n0;100;10\n1;200;20\n"
     requests, _ = read(tmp_path, table)
     assert [(each.prompt_tokens, each.output_tokens) for each in requests] == [
