@@ -185,6 +185,9 @@ def _expanded(
         read, start = read + len(data), 0
         content: list[bytes] = []
         while start < len(data):
+            if decoder is None and kind == "gzip" and not data[start]:
+                start = len(data) - len(data[start:].lstrip(b"\0"))  # padding, of a tape
+                continue
             decoder = decoder or new()
             step = data[start : start + step_bytes]
             try:

@@ -396,18 +396,19 @@ class Request(Record):
         ):
             msg = (
                 f"request {self.id!r}: arrival (ns), prompt_tokens, output_tokens and "
-                f"key_tokens are whole numbers, lengths from 0 to 2^63 - 1, key_tokens from 1 "
-                f"on; given: arrival={self.arrival!r}, prompt_tokens={self.prompt_tokens!r}, "
-                f"output_tokens={self.output_tokens!r}, key_tokens={self.key_tokens!r}"
+                f"key_tokens are whole numbers (int), lengths from 0 to 2^63 - 1, key_tokens "
+                f"from 1 on; given: arrival={self.arrival!r}, "
+                f"prompt_tokens={self.prompt_tokens!r}, output_tokens={self.output_tokens!r}, "
+                f"key_tokens={self.key_tokens!r}"
             )
             raise InputError(msg)
-        if len(keys):
-            try:
-                # Not all: there may be a million keys.
+        try:
+            # Not all: there may be a million keys.
+            if len(keys):
                 hash((keys[0], keys[-1]))
-            except TypeError as error:
-                msg = f"request {self.id!r}: {error} as a block key: give integers or bytes"
-                raise InputError(msg) from error
+        except (TypeError, LookupError) as error:
+            msg = f"request {self.id!r}: keys={keys!r:.60}: give integers or bytes in a list: "
+            raise InputError(msg + str(error)) from error
         slo, hints = self.slo, self.hints
         if not (isinstance(hints, Hints) and (slo is None or isinstance(slo, SLO))):
             msg = (

@@ -190,7 +190,8 @@ class TierStore(ABC):
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
         """Store `data`, the bytes of `blocks`, in place of the previous content of the slots.
 
-        A block is stored as a whole or not at all, even if the process is killed.
+        A block is stored as a whole or not at all, even if the process is killed. Copy what is
+        kept: `data` is memory that the caller overwrites once the call has returned.
         """
 
     @abstractmethod

@@ -249,13 +249,14 @@ def checked(workload: Workload) -> Iterator[Request]:
 
 
 def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[Request]:
-    """Yield the requests, checking that each key has one parent.
+    """Yield the requests, checking that each key has one parent, and tokens of its own.
 
     Checks the first `CHECKED_REQUESTS`, or `every` one. Memory grows with the distinct keys
     of those.
 
     Raises:
-        InputError: a key has two parents, so that it does not identify a prefix.
+        InputError: a key has two parents, so that it does not identify a prefix; or a prompt
+            has more keys than its tokens fill.
     """
     requests = iter(workload)
     if isinstance(workload, Ticked):
@@ -265,10 +266,15 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     parents: dict[Key, Hashable] = {}
     # For paths that several requests share, by identity, the number of checked keys.
     checked_paths: dict[int, tuple[object, int]] = {}
+    earlier: Request | None = None
     for serial, request in enumerate(islice(requests, checked_requests), 1):
         if not isinstance(request, Request):
             msg = f"number {serial} of the workload is {request!r:.60}, which is no Request"
             raise InputError(msg)
+        _check_count(workload, request, serial)
+        # Again: a generator may have lengthened its list since.
+        _check_count(workload, earlier or request, serial - 1)
+        earlier = request
         keys, done, last = request.keys, 0, root
         if type(keys) is KeyPrefix and keys:
             count = len(keys)
@@ -302,6 +308,17 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     parents.clear()
     checked_paths.clear()
     yield from requests
+
+
+def _check_count(workload: Iterable[Request], request: Request, serial: int) -> None:
+    count, prompt, key_tokens = len(request.keys), request.prompt_tokens, request.key_tokens
+    if count > -(-prompt // key_tokens):
+        msg = (
+            f"{_place(workload, request, serial)}: {count} keys of {key_tokens} tokens for a "
+            f"prompt of {prompt}: give it no more than its tokens fill, of a list that grows a "
+            "copy: keys=[*keys]"
+        )
+        raise InputError(msg)
 
 
 _UNCHAINED = (

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from inspect import signature
 from typing import ClassVar
 
 from kvcore.cache import ServedCache
 from kvcore.errors import PolicyError
-from kvcore.plugins.base import FAILURES, find_override, raise_policy_error, wrong_answer
+from kvcore.plugins.base import (
+    FAILURES,
+    find_override,
+    qualified,
+    raise_policy_error,
+    wrong_answer,
+)
 from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
 
@@ -53,6 +60,7 @@ class Dispatcher:
 
     def __init__(self, router: Router, replicas: Sequence[Replica], view: PrefixView) -> None:
         router.bind()
+        _check_signature(router)
         self.router, self.replicas, self.view = router, replicas, view
         self.up: tuple[Replica, ...] = ()
         self._by_number = {replica.number: replica for replica in replicas}
@@ -165,6 +173,27 @@ class Dispatcher:
             function(*arguments)
         except FAILURES as error:
             raise_policy_error(self.router, method, error)
+
+
+def _check_signature(router: Router) -> None:
+    """Check that `route` and `cost` take what they are called with.
+
+    Raises:
+        PolicyError: one of them has other parameters.
+    """
+    for method, parameters in (
+        ("route", ("request", "replicas", "now")),
+        ("cost", ("request", "replica")),
+    ):
+        found = signature(getattr(router, method))
+        try:
+            found.bind(*parameters)
+        except TypeError:
+            msg = (
+                f"router plugin {router.name!r} ({qualified(type(router))}) has the method "
+                f"{method}{found}; it is called as {method}({', '.join(parameters)})"
+            )
+            raise PolicyError(msg) from None
 
 
 _STARTED = -1

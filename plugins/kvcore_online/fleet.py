@@ -504,7 +504,7 @@ class Fleet:
         seconds = (began - flight.request.arrival) / NS_PER_S
         self.metrics.first_byte.labels(server.options.name).observe(seconds)
         if attempt.open:
-            with _router_warnings():
+            with self._router_warnings():
                 self.dispatcher.first_token(flight.request, server.replica, self.now())
 
     def end(self, attempt: Attempt) -> None:
@@ -514,8 +514,16 @@ class Fleet:
             server = attempt.server
             server.attempts.discard(attempt)
             self.metrics.in_flight.labels(server.options.name).dec()
-            with _router_warnings():
+            with self._router_warnings():
                 self.dispatcher.ended(attempt.flight.request, server.replica, self.now())
+
+    @contextmanager
+    def _router_warnings(self) -> Iterator[None]:
+        """Print errors of the router in calls without a result, in place of raising them."""
+        try:
+            yield
+        except PolicyError as error:
+            self._messages.failed(error)
 
     async def start(self, session: ClientSession) -> None:
         """Check which servers are up, and follow their events."""
@@ -550,7 +558,7 @@ class Fleet:
     def _join(self, server: LiveServer) -> None:
         warn(f"{server.options.name} is up")
         self.metrics.up.labels(server.options.name).set(1)
-        with _router_warnings():
+        with self._router_warnings():
             self.dispatcher.joined(server.replica, self.now())
 
     def _leave(self, server: LiveServer) -> None:
@@ -561,7 +569,7 @@ class Fleet:
             if attempt.deadline is not None and not attempt.deadline.expired():
                 # No byte has arrived: the request goes to another server at once.
                 attempt.deadline.reschedule(asyncio.get_running_loop().time())
-        with _router_warnings():
+        with self._router_warnings():
             self.dispatcher.left(server.replica, self.now())
 
 
@@ -594,12 +602,3 @@ def _view(
     if view.blocks is None:
         view.blocks = MOST_BLOCKS
     return view
-
-
-@contextmanager
-def _router_warnings() -> Iterator[None]:
-    """Print errors of the router in calls without a result, in place of raising them."""
-    try:
-        yield
-    except PolicyError as error:
-        warn(str(error))

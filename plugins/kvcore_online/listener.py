@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from kvcore.errors import InputError, KvcoreError
+from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.lazy import import_extra
 from kvcore.untrusted import LONGEST_HEADER, MOST_HEADERS, media_type
 from kvcore_online.supervision import BACKLOG, Messages, connection_limit, report_errors, warn
@@ -316,7 +316,8 @@ class Listener:
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         """Return the answer to a request by its handler, or to its refusal."""
         path = http.rel_url.path_safe  # in which %2F is no separator
-        handler = self._routes.get(f"{http.method} {path}")
+        method = "GET" if http.method == "HEAD" else http.method
+        handler = self._routes.get(f"{method} {path}")
         if handler is None:
             known = any(route.endswith(f" {path}") for route in self._routes)
             return self._refuse(*(NO_METHOD if known else NOT_FOUND), None)
@@ -327,12 +328,19 @@ class Listener:
         except self._web.HTTPException as error:
             return self._refuse(error.status, error.reason, None)
         except KvcoreError as error:
-            status = BAD if isinstance(error, InputError) else FAILED
-            return self._refuse(status, str(error), None)
+            return self._refuse(*self._told(error), None)
         except Exception as error:  # noqa: BLE001 - of one request, and the others go on
             name = type(error).__name__
             self._messages.warn(f"{http.path} failed: {name}: {error}", name)
             return self._refuse(FAILED, "the request could not be served", None)
+
+    def _told(self, error: KvcoreError) -> tuple[int, str]:
+        """Return the status and the text of an error for a client."""
+        if isinstance(error, PolicyError):
+            # For the operator: it names files, and has the text of an exception.
+            self._messages.failed(error)
+            return FAILED, "a plugin of the server failed"
+        return BAD if isinstance(error, InputError) else FAILED, str(error)
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:

@@ -412,6 +412,7 @@ class Proxy:
             return await self._route(http, call, flight)
         except PolicyError:
             _record_refusal(flight, call, None)
+            flight.refused = f"router {self.fleet.dispatcher.router.name} failed"
             raise
         finally:
             self.fleet.finish(flight)

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from kvcore.errors import PolicyError
 from kvcore.untrusted import escaped, escaped_json
 from kvcore_cli.verb import end_signals
 
@@ -53,6 +54,10 @@ class Messages:
         if count == 10 ** (len(str(count)) - 1):
             times = f" ({count:,} times)" if count > 1 else ""
             warn(f"{sentence}{times}")
+
+    def failed(self, error: PolicyError) -> None:
+        """Print the failure of a plugin; of many of one plugin only a few."""
+        self.warn(str(error), str(error).partition("(")[0])  # kind and name, in each of them
 
 
 class _Lines(logging.Handler):

@@ -15,10 +15,10 @@ from kvcore.plugins import resolve
 from kvcore.request import Key, Request
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, GroupPlan, LayerGroup
-from kvcore_testing.plugin import PluginTests, other_hashes, seeds
+from kvcore_testing.plugin import PluginTests, other_hashes, seeds, unshared
 
 BLOCK = 8
-_REQUESTS, _CHUNK = 120, 64
+_REQUESTS, _OTHERS, _CHUNK = 120, 7, 64
 _STATE = LayerGroup("state", BLOCK)
 _GROUPS = {
     "states": (LayerGroup("full", BLOCK), _STATE, _STATE),
@@ -64,6 +64,18 @@ class CheckpointTests(PluginTests[CheckpointPolicy]):
             assert first == second, f"asked again, it answered {second}, not {first}"
             cache.compute(request, _CHUNK)
 
+    def test_boundaries_lie_in_the_prompt(self, seed: int) -> None:
+        """Each boundary is 0 or more, and below the length of the prompt."""
+        policy = self.make()
+        cache = _cache(policy, _GROUPS["states"])
+        for request in stream(seed):
+            hit = cache.match(request).tokens
+            lengths = list(policy.boundaries(request, hit, 0))
+            assert all(0 <= length < request.prompt_tokens for length in lengths), (
+                f"boundaries() of a prompt of {request.prompt_tokens} tokens are {lengths}"
+            )
+            cache.compute(request, _CHUNK)
+
     def test_hits_end_where_others_have_computed(
         self, seed: int, groups: tuple[LayerGroup, ...]
     ) -> None:
@@ -80,11 +92,14 @@ class CheckpointTests(PluginTests[CheckpointPolicy]):
     def test_equal_streams_are_served_equally(
         self, seed: int, groups: tuple[LayerGroup, ...]
     ) -> None:
-        """Two policies with equal options make the same decisions."""
-        first = list(look_up(self.make(), stream(seed), groups))
+        """Two policies of equal options decide equally, whatever others have seen between."""
+        policy = self.make()
+        with unshared(policy):
+            first = list(look_up(policy, stream(seed), groups))
+        list(look_up(self.make(), stream(seed + 1000)[:_OTHERS], groups))
         with other_hashes():
             second = list(look_up(self.make(), stream(seed), groups))
-        assert first == second, "run again, it decided otherwise"
+        assert first == second, "run again, after another policy, it decided otherwise"
 
     def test_the_future_is_not_known(self, seed: int, groups: tuple[LayerGroup, ...]) -> None:
         """Decisions depend neither on lengths of outputs nor on requests that come later."""

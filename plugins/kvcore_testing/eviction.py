@@ -27,11 +27,12 @@ from kvcore_testing.harness import (
     replay,
 )
 from kvcore_testing.hosted import HostedCache
-from kvcore_testing.plugin import PluginTests, other_hashes, seeds
+from kvcore_testing.plugin import PluginTests, other_hashes, seeds, unshared
 
 _KEY = 6
 _BLOCKS = 15
 _HINTS = Traffic(key_tokens=_KEY, hints=True)
+_OTHERS = Traffic(key_tokens=_KEY, most_keys=12, width=2)
 # Evicted spans that a policy may refer to until it compacts its heap.
 _SLACK = 128
 _MANY = 100
@@ -82,12 +83,18 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         self.driver().run(random_steps(seed, 100, _HINTS))
 
     def test_decisions_are_repeatable(self, seed: int) -> None:
-        """Two new policies make the same decisions: by no address, chance or `hash`."""
+        """Two new policies make the same decisions: by no address, chance or `hash`.
+
+        Nor by what another policy has seen in between, with longer prompts.
+        """
         steps = random_steps(seed, 200, _HINTS)
-        once = self.driver().run(steps)
+        driver = self.driver()
+        with unshared(_recording(driver).policy):
+            once = driver.run(steps)
+        self.driver().run(random_steps(seed + 1000, 60, _OTHERS))
         with other_hashes():
             again = self.driver().run(steps)
-        assert once == again, "run again, it decided otherwise"
+        assert once == again, "run again, after another policy, it decided otherwise"
 
     def test_victims_leave_in_the_order_it_declares(self, seed: int) -> None:
         """With `fixed_order`, blocks evicted one at a time have the order of all at once."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import builtins
 import re
 import sys
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,13 +23,13 @@ from kvcore.plugins.options import as_text, instantiate
 _PLAIN = (type(None), bool, int, float, str, Path)
 
 
-def seeds(count: int) -> Any:
-    """Return the fixture `seed` of a kit, for `count` runs of each test of random input.
+def seeds(number: int) -> Any:
+    """Return the fixture `seed` of a kit, for `number` runs of each test of random input.
 
     A derived class may choose other seeds, by a fixture of that name.
     """
 
-    @pytest.fixture(params=range(count))
+    @pytest.fixture(params=range(number))
     def seed(_kit: object, request: pytest.FixtureRequest) -> int:
         """Return the seed of the test's random input."""
         return int(request.param)
@@ -71,6 +74,35 @@ def _has_text(value: object) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return any(map(_has_text, value))
     return isinstance(value, (str, bytes))
+
+
+@contextmanager
+def unshared(plugin: object) -> Iterator[None]:
+    """Check that the block changes no data of the class of `plugin`, which all instances share.
+
+    Of its base classes too. Data are numbers, text, containers and counters.
+    """
+    before = _data_of(type(plugin))
+    yield
+    after = _data_of(type(plugin))
+    changed = [name for name in after if before.get(name) != after[name]]
+    assert not changed, (
+        f"it changed {', '.join(changed)} of its class, which all instances share: keep in "
+        "each of them what it learns"
+    )
+
+
+_DATA = (int, float, str, bytes, tuple, list, dict, set, deque, array, count)
+
+
+def _data_of(cls: type) -> dict[str, str]:
+    """Return the attributes of a class that are data, as text by name."""
+    return {
+        name: repr(value)
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, _DATA) and not name.startswith("__")
+    }
 
 
 P = TypeVar("P", bound=Plugin)

@@ -15,9 +15,9 @@ from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
 from kvcore_cluster.dispatcher import Dispatcher
 from kvcore_cluster.views import parse_view
-from kvcore_testing.plugin import PluginTests, other_hashes, seeds
+from kvcore_testing.plugin import PluginTests, other_hashes, seeds, unshared
 
-_REPLICAS, _REQUESTS, _KEY_TOKENS, _LONGEST = 6, 120, 16, 200
+_REPLICAS, _REQUESTS, _OTHERS, _KEY_TOKENS, _LONGEST = 6, 120, 7, 16, 200
 
 
 @attrs.frozen
@@ -75,11 +75,19 @@ class RouterTests(PluginTests[Router]):
             )
 
     def test_equal_streams_are_routed_equally(self, seed: int) -> None:
-        """Two routers with equal options make the same decisions."""
-        first = list(drive(self.make(), _stream(seed), faults=seed))
+        """Two routers with equal options make the same decisions, whatever others have routed.
+
+        A number of requests that is a multiple of no number of replicas comes in between, so
+        that turns which all routers of a class share are told.
+        """
+        router = self.make()
+        with unshared(router):
+            first = list(drive(router, _stream(seed), faults=seed))
+        other = list(drive(self.make(), _stream(seed + 1000)[:_OTHERS]))
+        assert len(other) == _OTHERS
         with other_hashes():
             second = list(drive(self.make(), _stream(seed), faults=seed))
-        assert first == second, "run again, it decided otherwise"
+        assert first == second, "run again, after another router, it decided otherwise"
 
     def test_the_future_is_not_known(self, seed: int) -> None:
         """Decisions do not depend on output lengths, nor on requests that arrive later."""

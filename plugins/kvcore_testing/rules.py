@@ -20,7 +20,7 @@ from kvcore.serving.rules import DECISIONS
 from kvcore.trace import Trace
 from kvcore_replay.check.trace import check_trace
 from kvcore_testing.harness import Traffic, random_requests
-from kvcore_testing.plugin import PluginTests, other_hashes, seeds
+from kvcore_testing.plugin import PluginTests, other_hashes, seeds, unshared
 from kvcore_testing.scheduler import STEP, Steady
 
 _KEY = 4
@@ -88,7 +88,8 @@ class RulesTests(PluginTests[Rules]):
     def test_decisions_are_pure(self, seed: int, server: str) -> None:
         """Asked twice, or for a second server, the rules decide as before."""
         requests, rules = _requests(seed), self.make()
-        once = self.serve(server, requests, rules=rules)[1]
+        with unshared(rules):
+            once = self.serve(server, requests, rules=rules)[1]
         rules = _asked_twice(rules)
         more = [self.serve(server, requests, rules=rules)[1] for _ in range(2)]
         with other_hashes():

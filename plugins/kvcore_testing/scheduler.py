@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from random import Random
 from typing import Any, ClassVar, TypeAlias
 
@@ -27,9 +28,9 @@ from kvcore.serving import (
     simulate,
 )
 from kvcore.serving.job import DECODE, DONE, PAUSED, PREFILL, WAITING
-from kvcore.units import PS_PER_NS
+from kvcore.units import NS_PER_S, PS_PER_NS
 from kvcore_testing.harness import Traffic, living, random_requests
-from kvcore_testing.plugin import PluginTests, other_hashes, seeds
+from kvcore_testing.plugin import PluginTests, other_hashes, seeds, unshared
 
 STEP = 9_876_543
 """Nanoseconds a step takes, whatever it computes: some 10 ms, and no multiple of a µs or ms, so
@@ -56,13 +57,21 @@ def watched(scheduler: Scheduler) -> list[Call]:
 
         def method(self: Scheduler, job: Job, now: int) -> Any:
             calls.append((name, now, job.request.id))
-            return original(self, job, now)
+            before = _values(job)
+            answer = original(self, job, now)
+            _check_unwritten(name, job, before)
+            return answer
 
         return method
 
     def plan(self: Scheduler, state: LoopState) -> StepPlan:
         calls.append(("plan", state.now, None))
-        return cls.plan(self, state)
+        jobs = [*state.waiting, *state.running]
+        before = [_values(job) for job in jobs]
+        answer = cls.plan(self, state)
+        for job, values in zip(jobs, before, strict=True):
+            _check_unwritten("plan", job, values)
+        return answer
 
     names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
     methods = {name: recorded(name) for name in ("queued", "admitted", "finished", "priority")}
@@ -72,6 +81,20 @@ def watched(scheduler: Scheduler) -> list[Call]:
         methods["plan"] = plan
     scheduler.__class__ = type(cls.__name__, (cls,), names | methods)
     return calls
+
+
+_FIELDS = tuple(name for name in Job.__slots__ if name != "data")
+_values = attrgetter(*_FIELDS)
+
+
+def _check_unwritten(method: str, job: Job, before: tuple[Any, ...]) -> None:
+    """Check that a call of a scheduler has written to no field of `job` except `data`."""
+    if (after := _values(job)) != before:
+        fields = zip(_FIELDS, before, after, strict=True)
+        changed = ", ".join(name for name, old, new in fields if old != new)
+        pytest.fail(
+            f"{method}() changed {changed} of {job!r}: a scheduler writes to `data` alone"
+        )
 
 
 @attrs.define(slots=False, eq=False)
@@ -301,6 +324,7 @@ class ToyServer:
 
 
 _KEY, _MAX_SEQS, _AMPLE, _LONG = 4, 3, 10**5, "long"
+_OTHERS, _JOBS = 7, 12
 _servers = pytest.mark.parametrize("server", ["toy", "loop"])
 
 
@@ -318,11 +342,14 @@ class SchedulerTests(PluginTests[Scheduler]):
     Attributes:
         starves: whether a job may wait as long as others keep arriving. If False, a long job
             of low priority must end while shorter ones still arrive.
+        knows_lengths: whether it may go by the `output_tokens` of requests, which no server
+            knows, also where there are predictions.
     """
 
     base = Scheduler
     scheduler: ClassVar[Callable[[], Scheduler]]
     starves: ClassVar[bool] = False
+    knows_lengths: ClassVar[bool] = False
 
     seed = seeds(4)
 
@@ -367,12 +394,37 @@ class SchedulerTests(PluginTests[Scheduler]):
 
     @_servers
     def test_decisions_are_repeatable(self, seed: int, server: str) -> None:
-        """Two new schedulers make the same decisions: by no address, chance or `hash`."""
-        requests = _requests(seed)
-        once = self.serve(server, requests, tokens=64)
+        """Two new schedulers make the same decisions: by no address, chance or `hash`.
+
+        Nor by what another scheduler has served in between.
+        """
+        requests, scheduler = _requests(seed), self.make()
+        with unshared(scheduler):
+            once = self.serve(server, requests, tokens=64, scheduler=scheduler)
+        self.serve(server, _requests(seed + 1000)[:_OTHERS], tokens=64)
         with other_hashes():
             again = self.serve(server, requests, tokens=64)
-        assert once == again, "run again, it decided otherwise"
+        assert once == again, "run again, after another scheduler, it decided otherwise"
+
+    def test_does_not_know_how_long_outputs_get(self, seed: int) -> None:
+        """Of jobs that wait from the start, other ones go first for no other outputs alone.
+
+        All have predictions, unless `knows_lengths` is True.
+        """
+        if self.knows_lengths:
+            pytest.skip("declares that it knows the lengths of outputs: knows_lengths = True")
+        dice, orders = Random(seed), []  # noqa: S311 - nothing secret
+        predicted = [dice.choice((1, 10, 30)) for _ in range(_JOBS)]
+        for outputs in (range(1, _JOBS + 1), range(_JOBS, 0, -1)):
+            requests = [
+                _request(name, output_tokens=output, predicted_output_tokens=expected)
+                for name, (output, expected) in enumerate(zip(outputs, predicted, strict=True))
+            ]
+            orders.append([call for call in self.serve("toy", requests) if not call[1]])
+        assert orders[0] == orders[1], (
+            "jobs with other output_tokens, and equal predictions, were served in another "
+            "order: go by request.predicted_output_tokens"
+        )
 
     def test_is_called_the_same_with_event_jumps(self, seed: int) -> None:
         """With and without event jumps, the loop makes the same calls of the scheduler."""
@@ -407,8 +459,13 @@ class SchedulerTests(PluginTests[Scheduler]):
         requests.insert(20, long)
         calls = self.serve(server, requests)
         (end,) = [now for method, now, job in calls if (method, job) == ("finished", _LONG)]
+        arrived, needed, ended = (
+            f"{time / NS_PER_S:.3g} s" for time in (arrival, 50 * STEP, end - arrival)
+        )
         assert end < requests[300].arrival, (
-            f"it came at {arrival} ns, needed {50 * STEP}, and ended at {end}"
+            f"it starved: a long job came at {arrived}, needed {needed} alone, and ended "
+            f"{ended} later, as shorter ones kept coming; let jobs that wait go first in the "
+            "end, or, if this is meant, say so in the test class: starves = True"
         )
 
     @_servers

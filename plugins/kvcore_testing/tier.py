@@ -83,8 +83,9 @@ class TierStoreTests:
         """`write` and `read` accept a matrix with a row for each block."""
         blocks = _path(4)
         with self.open() as store:
-            rows = memoryview(_data(blocks)).cast("B", (4, _SLOT))
-            store.write(blocks, rows)
+            data = bytearray(_data(blocks))
+            store.write(blocks, memoryview(data).cast("B", (4, _SLOT)))
+            data[:] = bytes(len(data))
             into = memoryview(bytearray(4 * _SLOT)).cast("B", (4, _SLOT))
             assert store.read(blocks, into) == 4  # noqa: PLR2004 - all of them
             assert into.tobytes() == _data(blocks)
@@ -334,7 +335,10 @@ def _data(blocks: Sequence[StoredBlock]) -> bytes:
 
 
 def _write(store: TierStore, blocks: Sequence[StoredBlock]) -> None:
-    store.write(blocks, memoryview(_data(blocks)))
+    """Write blocks from memory that is overwritten at once, as that of a run is used again."""
+    data = bytearray(_data(blocks))
+    store.write(blocks, memoryview(data))
+    data[:] = bytes(len(data))
 
 
 def _read(store: TierStore, blocks: Sequence[StoredBlock]) -> bytes:

@@ -498,3 +498,16 @@ def test_a_router_that_decides_nothing_says_so():
 
     with pytest.raises(PolicyError, match=r"neither cost\(\) nor route\(\) is defined"):
         serve_cluster([ask(0, prompt=16, output=1)], 2, router=Empty(), blocks=100)
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [("route", r"route\(request, replicas, now\)"), ("cost", r"cost\(request, replica\)")],
+)
+def test_a_router_with_other_parameters_is_told_the_right_ones(method, wanted):
+    """A method with a parameter too few is reported with its parameters and the right ones."""
+    members = {"__doc__": "A router.", "name": "short", method: lambda _, __: None}
+    short = type("Short", (Router,), members)
+    found = rf"has the method {method}\(__\); it is called as {wanted}"
+    with pytest.raises(PolicyError, match=found):
+        serve_cluster([ask(0, prompt=16, output=1)], 2, router=short(), blocks=100)

@@ -40,6 +40,14 @@ def test_consecutive_streams_decode_to_one_content(kind):
     assert read(b"".join(map(PACK[kind], pieces))) == (LONG[:100_000], None)
 
 
+@pytest.mark.parametrize("zeros", [1, 511, 200_000])
+def test_zeros_after_gzip_are_padding(zeros):
+    """Zeros after a gzip member, as tapes and devices add them, are skipped, as gzip does."""
+    packed = gzip.compress(LONG)
+    assert read(packed + bytes(zeros)) == (LONG, None)
+    assert read(packed + bytes(zeros) + packed) == (LONG + LONG, None)
+
+
 @pytest.mark.parametrize("kind", PACK)
 def test_a_cut_stream_is_read_up_to_the_cut(kind):
     """A stream that stops early yields what it has and then raises CutError."""

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import re
 import signal
 import socket
 from collections import Counter
@@ -506,7 +507,7 @@ class Stubborn(Router):
 def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, status, capsys):
     """After a callback of the router has raised, no answered request counts as in flight.
 
-    An error that refuses no request is a line.
+    Its error is a line on stderr, whether it refuses the request or not.
     """
 
     async def scene(proxy, servers, client):
@@ -521,7 +522,7 @@ def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, stat
             assert counts == (0, 0, 0, 0)
 
     play(scene, router=FailingCallback(method))
-    assert (f"ZeroDivisionError in {method}()" in capsys.readouterr().err) is (status == 200)
+    assert f"ZeroDivisionError in {method}()" in capsys.readouterr().err
 
 
 @played(count=1, router=FailingCallback("on_left"), failures=1)
@@ -634,6 +635,14 @@ async def test_a_proxy_with_one_server_up_is_healthy(proxy, servers, client):
 
 
 @played(count=1)
+async def test_head_is_answered_as_get_without_a_body(proxy, servers, client):
+    """A check by HEAD, as many load balancers make it, gets the status of GET, and no body."""
+    line = b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    head, _, body = (await raw(proxy, line)).partition(b"\r\n\r\n")
+    assert (head.split(b"\r\n")[0], body) == (b"HTTP/1.1 200 OK", b"")
+
+
+@played(count=1)
 async def test_a_proxy_that_ends_is_not_healthy(proxy, servers, client):
     """The health check of a proxy that ends tells a load balancer to send it no more."""
     await proxy.stop()
@@ -663,7 +672,7 @@ async def test_a_compressed_response_is_not_passed_on(proxy, servers, client):
 
 
 @pytest.mark.parametrize(
-    ("router", "status", "why"), [(Failing(), 500, "raised"), (Refusing(), 503, "refuses")]
+    ("router", "status", "why"), [(Failing(), 500, "plugin"), (Refusing(), 503, "refuses")]
 )
 def test_a_router_may_fail_or_refuse(router, status, why):
     """Requests get 500 if the router raises and 503 if it refuses; the proxy goes on."""
@@ -674,6 +683,21 @@ def test_a_router_may_fail_or_refuse(router, status, why):
             assert (found, why in text) == (status, True)
 
     play(scene, router=router)
+
+
+def test_a_router_that_fails_is_told_to_the_operator_alone(capsys):
+    """Its error is a line on stderr, of many a few; clients learn neither text nor files."""
+
+    async def scene(proxy, servers, client):
+        for _ in range(10):
+            status, _, text = await ask(client)
+            assert (status, "a plugin of the server failed" in text) == (500, True)
+            assert not {"failing", "raised", ".py", "cost"} & set(re.split(r"[^\w.]+", text))
+
+    play(scene, router=Failing())
+    lines = [line for line in capsys.readouterr().err.splitlines() if "'failing'" in line]
+    assert [line.endswith("(10 times)") for line in lines] == [False, True]
+    assert all("in cost()" in line or "in route()" in line for line in lines)
 
 
 def test_the_trace_has_requests_and_routes(tmp_path):
@@ -724,21 +748,24 @@ def test_the_trace_has_a_request_for_each_answer(tmp_path):
     assert (keys[2], keys[2] != keys[3]) == (keys[0][: len(keys[2])], True)
 
 
-@pytest.mark.parametrize(("router", "status"), [(Refusing(), 503), (Failing(), 500)])
-def test_a_request_that_the_router_sends_nowhere_is_in_the_trace(router, status, tmp_path):
-    """A request at which the router refuses or raises has max_tokens as its output."""
+@pytest.mark.parametrize(
+    ("router", "status", "why"),
+    [(Refusing(), 503, "no server"), (Failing(), 500, "router failing failed")],
+)
+def test_a_request_that_the_router_sends_nowhere_is_in_the_trace(router, status, why, tmp_path):
+    """A request at which the router refuses or raises has max_tokens as its output.
+
+    The reason names a router that raises.
+    """
     path = tmp_path / "day.jsonl"
 
     async def scene(proxy, servers, client):
         assert (await ask(client, max_tokens=7))[0] == status
 
     play(scene, router=router, trace=path)
-    assert [event.event for event in read_events(path)] == [
-        "HEADER",
-        "REQUEST",
-        "REJECT",
-        "END",
-    ]
+    _, _, reject, _ = events = list(read_events(path))
+    assert [event.event for event in events] == ["HEADER", "REQUEST", "REJECT", "END"]
+    assert reject.why == why
     assert [each.output_tokens for each in TraceWorkload(path)] == [7]
 
 

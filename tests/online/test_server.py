@@ -888,8 +888,8 @@ def test_a_port_in_use_leaves_an_older_trace(server, tmp_path):
     assert trace.read_text() == "yesterday"
 
 
-def test_a_generator_that_cannot_encode_is_reported():
-    """An exception of `encode` or `encode_chat` is a 500 in JSON that names the plugin."""
+def test_a_generator_that_cannot_encode_is_reported(capsys):
+    """An exception of `encode` or `encode_chat` is a line that names the plugin, and a 500."""
 
     def fail(_):
         raise KeyError
@@ -903,8 +903,9 @@ def test_a_generator_that_cannot_encode_is_reported():
         ):
             status, document = ask(server, path, body)
             assert status == 500
-            assert "'transformer'" in document["error"]["message"]
-            assert "KeyError" in document["error"]["message"]
+            assert document["error"]["message"] == "a plugin of the server failed"
+    told = capsys.readouterr().err
+    assert told.count("'transformer'") == told.count("raised KeyError in fail()") == 1
 
 
 def test_a_server_with_a_trace_keeps_nothing_of_ended_requests(tmp_path):

@@ -638,3 +638,32 @@ def test_a_workload_that_was_read_can_be_sent_to_a_process(tmp_path):
     lengths = Lengths(path)
     requests = list(lengths)
     assert list(pickle.loads(pickle.dumps(lengths))) == requests  # noqa: S301 - its own bytes
+
+
+@pytest.mark.parametrize(
+    "above",
+    [
+        "sep=;\n",
+        '"sep=;"\n',
+        "# exported by a gateway\n# in 2026\n",
+        "# a, b\nSEP=;\n",
+        "# ",
+        "#",
+    ],
+)
+def test_comments_and_a_separator_before_the_header_are_skipped(tmp_path, above):
+    """Lines above a header are skipped; a comment that has rows below it is the header."""
+    table = f"{above}time;input_tokens;output_tokens\n0;100;10\n1;200;20\n"
+    requests, _ = read(tmp_path, table)
+    assert [(each.prompt_tokens, each.output_tokens) for each in requests] == [
+        (100, 10),
+        (200, 20),
+    ]
+
+
+def test_a_table_of_a_separator_alone_has_no_columns(tmp_path):
+    """A file with `sep=;` and nothing else is refused as a table without a time."""
+    path = tmp_path / "rows.csv"
+    path.write_text("sep=;\n")
+    with pytest.raises(InputError, match=r"rows.csv:1: no column that looks like 'time'"):
+        list(Lengths(path))

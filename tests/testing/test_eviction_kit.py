@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from random import random
 from typing import Any, ClassVar
 
@@ -81,6 +82,22 @@ class Shared(Mine):
     def score(self, span, _now):
         """Return the score of LRU or of MRU, depending on the number of misses."""
         return span.released_order if len(self.misses) % 20 < 10 else -span.released_order
+
+
+DEPTHS = Counter()
+
+
+class Deep(Mine):
+    """A policy that keeps the depths used most, by counts that its module has."""
+
+    def on_access(self, span, now):
+        """Count the depth."""
+        super().on_access(span, now)
+        DEPTHS[span.depth] += 1
+
+    def score(self, span, _now):
+        """Return the uses of the depth."""
+        return DEPTHS[span.depth], span.released_order
 
 
 class Drifting(Mine):
@@ -163,6 +180,8 @@ Sorted = faulty(
         (Fickle, "decisions_are_repeatable", AssertionError),
         (Hashed, "decisions_are_repeatable", AssertionError),
         (Fickle, "a_copy_makes_the_same_decisions", AssertionError),
+        (Shared, "decisions_are_repeatable", AssertionError),
+        (Deep, "decisions_are_repeatable", AssertionError),
         (Shared, "a_copy_makes_the_same_decisions", AssertionError),
         (Sized, "block_size_does_not_matter", AssertionError),
         (Hoarder, "forgets_evicted_spans", AssertionError),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import random
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -264,3 +264,21 @@ def test_a_skipped_test_has_a_reason(model, test, reason):
     """A test that does not apply to a model is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run_test(LatencyModelTests, model, test, seed=0, what="context")
+
+
+def test_a_count_that_models_share_is_found():
+    """A model whose class counts the steps fails, since a second one would go on from there."""
+
+    class Warming(Easy):
+        """A model that counts the steps of all models."""
+
+        name = "warming"
+        steps: ClassVar[list[int]] = [0]
+
+        def seconds(self, work):
+            """Count the step."""
+            self.steps[0] += 1
+            return super().seconds(work)
+
+    with pytest.raises(AssertionError, match="it changed steps of its class"):
+        run_test(LatencyModelTests, Warming, "equal_options_give_equal_times")

@@ -1,5 +1,8 @@
 """The conformance tests of routers fail each wrong router in the test about its fault."""
 
+from itertools import count
+from typing import ClassVar
+
 import pytest
 from helpers.faults import faulty, run_test
 
@@ -46,6 +49,26 @@ Hashed = faulty(
 )
 
 
+class Common(Fewest):
+    """A router whose class counts the requests."""
+
+    counts: ClassVar[list[int]] = [0]
+
+    def route(self, _request, replicas, _now):
+        """Return the next replica."""
+        self.counts[0] += 1
+        return replicas[self.counts[0] % len(replicas)]
+
+
+TURNS = count()
+
+InTurns = faulty(
+    "A router that goes by a counter of its module.",
+    Fewest,
+    route=lambda _, __, up, ___: up[next(TURNS) % len(up)],
+)
+
+
 @pytest.mark.parametrize(
     ("wrong", "test", "message"),
     [
@@ -53,6 +76,8 @@ Hashed = faulty(
         (Counting, "replicas_are_left_as_they_are", "changed a replica"),
         (Refusing, "an_idle_cluster_refuses_nothing", "of an idle cluster"),
         (Hashed, "equal_streams_are_routed_equally", "it decided otherwise"),
+        (Common, "equal_streams_are_routed_equally", "changed counts of its class, which all"),
+        (InTurns, "equal_streams_are_routed_equally", "after another router"),
         (Named, "routes_do_not_depend_on_request_ids", "with other ids"),
     ],
 )

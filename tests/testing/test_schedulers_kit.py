@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 from random import random
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -115,6 +116,41 @@ Hoarder = faulty(
     finished=lambda self, job, *_: self.__dict__.setdefault("kept", []).append(job),
 )
 
+Oracle = faulty(
+    "A scheduler that goes by how long outputs get.",
+    Mine,
+    priority=lambda _, job, *__: (job.request.predicted_output_tokens, job.output_tokens),
+)
+
+
+class Writing(Mine):
+    """A scheduler that writes to a field of a job."""
+
+    def priority(self, job, _now):
+        """Move the arrival of the job."""
+        job.arrival = 0
+        return job.serial
+
+
+class Common(Mine):
+    """A scheduler whose class counts the finished jobs."""
+
+    counts: ClassVar[dict[str, int]] = {}
+
+    def finished(self, job, _now):
+        """Count the job."""
+        self.counts[job.request.id] = self.counts.get(job.request.id, 0) + 1
+
+
+TURNS = count()
+
+InTurns = faulty(
+    "A scheduler whose order depends on a counter of its module.",
+    Mine,
+    attach=lambda self, _: vars(self).update(turn=next(TURNS)),
+    priority=lambda self, job, *__: (-1) ** (self.turn // 2) * job.serial,
+)
+
 
 class Forgetful(Mine):
     """A scheduler whose `priority` returns nothing."""
@@ -161,8 +197,15 @@ class Mangled(Mine):
         (AdmitsRunning, "serves_every_request_once", "does not wait"),
         (Lazy, "leaves_no_slot_empty", "a slot is free"),
         (Idle, "serves_every_request_once", "a slot is free"),
-        (SRPT, "starves_no_job", "it came at"),
+        (SRPT, "starves_no_job", "it starved: .* at 0.593 s, .* starves = True"),
         (Hoarder, "forgets_finished_jobs", "it still refers to"),
+        (Oracle, "does_not_know_how_long_outputs_get", "with other output_tokens"),
+        (
+            Common,
+            "decisions_are_repeatable",
+            "changed counts of its class, which all instances",
+        ),
+        (InTurns, "decisions_are_repeatable", "after another scheduler, it decided otherwise"),
         (Mangled, "is_built_from_text", "gave other options"),
     ],
 )
@@ -181,7 +224,7 @@ def test_a_fault_fails_its_conformance_test(scheduler, test, message):
         (PausesWaiting, "serves_every_request_once", PolicyError, "which is not running"),
         (Forgetful, "serves_every_request_once", PolicyError, "is a `return` missing"),
         (Idle, "serves_every_request_once", PolicyError, "leaves 60 requests waiting"),
-        (SRPT, "starves_no_job", AssertionError, "it came at"),
+        (SRPT, "starves_no_job", AssertionError, "it starved"),
         (Hoarder, "forgets_finished_jobs", AssertionError, "it still refers to"),
     ],
 )
@@ -189,6 +232,13 @@ def test_a_fault_fails_in_the_serving_loop(scheduler, test, error, message):
     """A faulty scheduler fails in the serving loop, which raises some of the errors itself."""
     with pytest.raises(error, match=message):
         run(scheduler, test, "loop")
+
+
+@pytest.mark.parametrize("server", ["toy", "loop"])
+def test_a_scheduler_that_writes_to_a_job_fails(server):
+    """A scheduler that writes to a field of a job other than `data` fails, with its name."""
+    with pytest.raises(pytest.fail.Exception, match=r"priority\(\) changed arrival of <Job 1"):
+        run(Writing, "serves_every_request_once", server)
 
 
 def run(scheduler, test, server):

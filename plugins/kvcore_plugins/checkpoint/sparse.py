@@ -44,7 +44,8 @@ class Sparse(CheckpointPolicy):
 
     def boundaries(self, request: Request, hit: int, junction: int) -> Iterable[int]:
         """Return the positions that serve overlaps best, and those of the default."""
-        return *super().boundaries(request, hit, junction), *self._positions
+        inner = (at for at in self._positions if at < request.prompt_tokens)
+        return *super().boundaries(request, hit, junction), *inner
 
     def on_admitted(self, request: Request, hit: int, junction: int) -> None:
         """Record the overlap of `request`; compute the positions again when they are due."""

@@ -39,6 +39,9 @@ _BAD = {
 }  # fmt: skip
 _NODES = {"error", "status"}  # objects whose names say more than those of their fields
 _WORSE = 400
+_SEPARATOR = re.compile(rb'"?sep=.?"?', re.IGNORECASE)
+_MARKS = re.compile(rb"[\t;,]")
+_NUMBER = re.compile(rb"\s*[-+]?[.\d]+\s*")
 _SIGNS = re.compile("[^a-z0-9]")
 
 
@@ -80,7 +83,7 @@ def read_table(path: Path) -> Table:
     Raises:
         InputError: the file cannot be read, or its first line is neither.
     """
-    source = lines(path)
+    source = _from_header(lines(path))
     line_number, line = next(source)
     if not line.lstrip().startswith(b"{"):
         return _csv(path, line_number, line, source)
@@ -105,6 +108,23 @@ def read_table(path: Path) -> Table:
         objects=True,
         in_memory=in_memory,
     )
+
+
+def _from_header(source: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file from the header on: without comments and `sep=;` before it.
+
+    The last comment is the header itself if a row with a number follows.
+    """
+    above: list[tuple[int, bytes]] = []
+    for first in source:
+        if first[1].startswith(b"#"):
+            above = [first]
+        elif not _SEPARATOR.fullmatch(first[1].rstrip()):
+            numbers = any(_NUMBER.fullmatch(cell) for cell in _MARKS.split(first[1].strip()))
+            yield from (*(above if numbers else ()), first)
+            yield from source
+            return
+    yield from above or [first]
 
 
 def row_ids(workload: FileWorkload | Mooncake) -> Iterator[tuple[int, dict[str, str]]]:

@@ -96,7 +96,10 @@ def _router_events(trace: Path, out: Path, tick: Tick, replica: str | None) -> d
     worker = parse_digits((replica or "").partition(":")[0]) or 0  # what is none, is refused
     batches = dynamo_batches(trace, worker, tick, replica)
     lines = (encode(batch) + b"\n" for batch in batches)
-    return {"events": write_lines(out, lines)}
+    events = write_lines(out, lines)
+    if not events:
+        echo(f"kvcore: {out} is empty: no block was stored in the run of {trace}", err=True)
+    return {"events": events}
 
 
 def _requests(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The header of a trace: what a run describes in it, and what is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def test_options_that_json_cannot_hold_are_written_as_text(tmp_path):
     options = {
         "half_life": float("inf"),
         "path": Path("a/b"),
+        "not UTF-8": Path(os.fsdecode(b"a\xff")),
         "score": len,
         "of": {1: (2, Path)},
     }
@@ -45,6 +47,7 @@ def test_options_that_json_cannot_hold_are_written_as_text(tmp_path):
     assert lines(path)[0]["plugins"]["eviction"]["options"] == {
         "half_life": "inf",
         "path": "a/b",
+        "not UTF-8": r"a\xff",
         "score": "len",
         "of": {"1": [2, "Path"]},
     }

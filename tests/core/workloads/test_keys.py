@@ -157,3 +157,43 @@ def test_key_prefixes_are_checked_as_lists_are():
     message = "request 3, number 4: key 2 stands after key 4, in an earlier request after key 1"
     with pytest.raises(InputError, match=message):
         next(checked)
+
+
+def conversation(copied):
+    """Yield the turns of a conversation, whose one list of keys grows from turn to turn."""
+    keys = []
+    for turn in range(3):
+        keys.append(turn)
+        kept = keys[:] if copied else keys
+        yield Request(id=turn, prompt_tokens=4 * len(keys), key_tokens=4, keys=kept)
+
+
+@pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])
+def test_prompts_that_share_a_growing_list_of_keys_are_refused(kind):
+    """Keys that a prompt got after it was made are an InputError that says to copy the list."""
+    message = "request 0, number 1: . keys of 4 tokens for a prompt of 4: .* a copy: keys="
+    with pytest.raises(InputError, match=message):
+        list(check_keys(kind(conversation(copied=False))))
+    assert len(list(check_keys(kind(conversation(copied=True))))) == 3
+
+
+@pytest.mark.parametrize(("prompt", "most"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_a_prompt_has_no_more_keys_than_its_tokens_fill(prompt, most):
+    """A prompt may have a key for a partial block; one more is an InputError."""
+    for count in range(most + 1):
+        one = Request(id=1, prompt_tokens=prompt, keys=range(count), key_tokens=16)
+        assert list(check_keys([one])) == [one]
+    one = Request(id=1, prompt_tokens=prompt, keys=range(most + 1), key_tokens=16)
+    with pytest.raises(InputError, match=f"{most + 1} keys of 16 tokens"):
+        list(check_keys([one]))
+
+
+@pytest.mark.parametrize(
+    "keys", [iter([1]), {1: 2}, {1}, None, [[1]]], ids=lambda k: type(k).__name__
+)
+def test_keys_that_are_no_list_are_refused(keys):
+    """Keys that are a generator, a dict or the like are an InputError that asks for a list."""
+    with pytest.raises(
+        InputError, match=r"request 7: keys=.*: give integers or bytes in a list"
+    ):
+        Request(id=7, prompt_tokens=16, keys=keys, key_tokens=16)

@@ -26,12 +26,15 @@ STARVES = {
 }
 """Every configuration under test, and whether jobs may starve."""
 
+KNOW_LENGTHS = {"sjf:length=true", "srpt", "srpt:preemptive=false"}
+"""Those that go by the true lengths of outputs, as no server can."""
 
-def _starves(spec):
-    return {"starves": STARVES[spec]}
+
+def _declared(spec):
+    return {"starves": STARVES[spec], "knows_lengths": spec in KNOW_LENGTHS}
 
 
-BuiltIn = configured("scheduler", STARVES, _starves, defaults=True)
+BuiltIn = configured("scheduler", STARVES, _declared, defaults=True)
 
 
 class TestBuiltIn(FewSeeds, BuiltIn, SchedulerTests):

@@ -69,6 +69,15 @@ def test_router_events_are_lines(trace, tmp_path, capfd):
     assert check_recording(out).resident == {"device": check_trace(trace).pool["cached"]}
 
 
+def test_an_export_without_events_says_why(tmp_path, capfd):
+    """`--to dynamo` of a run that stored no block writes an empty file, and says so."""
+    trace, out = write(tmp_path / "t.jsonl"), tmp_path / "events.jsonl"
+    code, printed, err = export(capfd, trace, "--to", "dynamo", "--out", out)
+    assert (code, out.read_bytes()) == (0, b"")
+    assert "0 events" in printed
+    assert "is empty: no block was stored in the run of" in err
+
+
 @pytest.mark.parametrize("kind", ["vllm", "dynamo"])
 def test_a_replica_that_is_no_number_is_refused(trace, tmp_path, capfd, kind):
     """`--replica first` is refused in a line, and no file is left."""
