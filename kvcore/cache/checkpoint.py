@@ -47,9 +47,10 @@ class Segment(Record):
 class CheckpointPolicy(Plugin):
     """Keeps windows and states at the ends of prompts and at junctions, as vLLM does.
 
-    The base class of the kind, and its default. The easy tier is one method, `boundaries`. A
-    policy that overrides `victim` decides too what leaves a full pool; others leave that to the
-    eviction policy. One instance serves one cache.
+    Where a key of several blocks is partial, a longer prompt has another: the end is then that
+    of the last whole one. The base class of the kind, and its default. The easy tier is one
+    method, `boundaries`. A policy that overrides `victim` decides too what leaves a full pool;
+    others leave that to the eviction policy. One instance serves one cache.
 
     Attributes:
         interval: windows and states are kept at multiples of so many tokens too, if a chunk
@@ -82,7 +83,10 @@ class CheckpointPolicy(Plugin):
                 Others share it, and no state is kept at its end.
         """
         del hit
-        return request.prompt_tokens - 1, junction
+        end, key = request.prompt_tokens - 1, request.key_tokens
+        if key > self.unit and not request.publishes:
+            end = min(end, (end + 1) // key * key, len(request.keys) * key) or end
+        return end, junction
 
     def on_admitted(self, request: Request, hit: int, junction: int) -> None:
         """Called at the first admission of `request`, with the arguments of `boundaries`."""
@@ -99,9 +103,8 @@ class CheckpointPolicy(Plugin):
         """
         return segments[0]
 
-
-def is_interval(plugin: Plugin) -> bool:
-    """Return True for a checkpoint policy whose interval says all: reports need not name it."""
-    return isinstance(plugin, CheckpointPolicy) and not (
-        plugin.output or any(find_override(plugin, name) for name in ("boundaries", "victim"))
-    )
+    @property
+    def is_interval(self) -> bool:
+        """Whether its interval says all that it does: reports need not name it."""
+        methods = "boundaries", "victim"
+        return not (self.output or any(find_override(self, name) for name in methods))

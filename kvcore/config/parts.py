@@ -558,8 +558,6 @@ def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:
     """Return the plugins of a run: those of its cache, `others`, and its tiers."""
     tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
     kept: list[Plugin | None] = [cache.eviction, cache.prefix, cache.retention]
-    if cache.checkpoint is not None:
-        from kvcore.cache.checkpoint import is_interval  # noqa: PLC0415 - of cache groups alone
-
-        kept += [] if is_interval(cache.checkpoint) else [cache.checkpoint]
+    if cache.checkpoint is not None and not cache.checkpoint.is_interval:
+        kept.append(cache.checkpoint)
     return [plugin for plugin in (*kept, *others, *tiers) if plugin is not None]

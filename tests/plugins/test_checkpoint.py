@@ -15,7 +15,7 @@ from kvcore import CheckpointPolicy, InputError, Plugins, PolicyError, Request
 from kvcore.plugins import resolve
 from kvcore.serving import Batching, simulate
 from kvcore.trace import Trace
-from kvcore_plugins.cache_groups import GroupPlan, LayerGroup
+from kvcore_plugins.cache_groups import GroupedCache, GroupPlan, LayerGroup
 from kvcore_plugins.cache_groups.groups import GroupMatch
 from kvcore_plugins.cache_groups.named_blocks import NamedBlocks
 from kvcore_plugins.checkpoint import place
@@ -94,6 +94,45 @@ def test_a_policy_keeps_states_where_chunks_end(policy, second):
 def test_the_default_keeps_a_state_at_a_junction():
     """The third of three prompts that part at one place resumes there."""
     assert hits("default", [parting(n, 6) for n in (1, 2, 3)]) == [0, 0, 6]
+
+
+@pytest.mark.parametrize("kept", [STATE, LayerGroup("window", SIZE, window=2 * SIZE)])
+@pytest.mark.parametrize("policy", ["default", "every:tokens=64", "sparse"])
+def test_the_next_turn_resumes_after_the_last_whole_key(policy, kept, tmp_path):
+    """A prompt of 3 keys and a half, of 4 blocks each: the half has another key in the next."""
+    trace = Trace(tmp_path / "trace.jsonl")
+    cache = GroupedCache(
+        (FULL, kept), 1000, checkpoint=build(policy), key_tokens=4 * SIZE, trace=trace
+    )
+    first, second = (
+        Request(
+            id=keys[-1], prompt_tokens=tokens, output_tokens=1, keys=keys, key_tokens=4 * SIZE
+        )
+        for tokens, keys in ((14 * SIZE, [1, 2, 3, 40]), (20 * SIZE, [1, 2, 3, 41, 50]))
+    )
+    assert cache.compute(first, 16 * SIZE).tokens == 0
+    assert cache.compute(second, 16 * SIZE).tokens == 12 * SIZE
+    trace.close()
+    check_trace(tmp_path / "trace.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({"keys": [1, 2]}, SIZE * 4),  # the second one is partial
+        ({"keys": [1]}, SIZE * 4),  # the rest has no key
+        ({"keys": [1], "output_keys": [2]}, SIZE * 6 - 1),  # the rest has a key of the output
+        ({"keys": []}, SIZE * 6 - 1),
+    ],
+)
+def test_of_long_keys_the_last_whole_one_ends_a_prompt(options, end):
+    """The boundary is the end of the last key that a longer prompt has too, if there is one."""
+    policy = CheckpointPolicy()
+    policy.unit = SIZE
+    asked = Request(
+        id=0, prompt_tokens=6 * SIZE, output_tokens=9, key_tokens=4 * SIZE, **options
+    )
+    assert [*policy.boundaries(asked, 0, 0)] == [end, 0]
 
 
 def test_sparse_has_states_where_others_have_parted():

@@ -12,15 +12,17 @@ from helpers.pooled_traces import pooled_run
 from helpers.requests import keyed
 
 import kvcore
-from kvcore import InputError, OutOfBlocks
+from kvcore import InputError, OutOfBlocks, Request
 from kvcore.config import RunConfig
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
 from kvcore.serving import Batching, simulate
+from kvcore.trace import Trace
 from kvcore_plugins.layer_pools import LayerPools, PooledCache
 from kvcore_plugins.rules import SGLang
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.check.trace import check_trace
 
 STREAMS = 15
 
@@ -115,6 +117,31 @@ def test_a_junction_gets_a_state():
     serve(cache, 0, text(0, 300))
     assert serve(cache, 1, (*text(0, 130), *text(1, 200))) == 0
     assert serve(cache, 2, (*text(0, 130), *text(2, 200))) == 128
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [{"window": 17, "window_slots": 1000}, {"state_slots": 50}],
+    ids=["window", "state"],
+)
+def test_the_next_turn_resumes_after_the_last_whole_key(pools, tmp_path):
+    """A prompt of 3 keys and a half, of 8 blocks each: the half has another key in the next."""
+    prompts = [(448, [1, 2, 3, 40]), (640, [1, 2, 3, 41, 50])]
+    requests = [
+        Request(
+            id=index, arrival=index * 10**9, prompt_tokens=tokens, output_tokens=1, keys=keys,
+            key_tokens=128,
+        )
+        for index, (tokens, keys) in enumerate(prompts)
+    ]  # fmt: skip
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        cache = PooledCache(
+            1000, 16, prefix="radix:evict=leaf", key_tokens=128, trace=trace, **pools
+        )
+        batching = Batching(max_tokens=1024, rules=SGLang())
+        simulate(requests, cache=cache, batching=batching)
+    assert cache.stats.hit_tokens == 384
+    check_trace(tmp_path / "trace.jsonl")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -31,7 +31,7 @@ from math import inf, lcm
 from operator import ne
 from typing import Any, Final, NoReturn
 
-from kvcore.cache.checkpoint import CheckpointPolicy, is_interval
+from kvcore.cache.checkpoint import CheckpointPolicy
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import BlockPool, Ids
@@ -147,7 +147,6 @@ class GroupedCache:
         self._layouts = {size: BlockLayout("tokens", size, key_tokens) for size in sizes}
         self.pool = BlockPool(blocks)
         self.checkpoint.bind()  # nothing is refused from here on
-        self._boundaries = find_override(self.checkpoint, "boundaries")
         self._on_admitted = find_override(self.checkpoint, "on_admitted")
         self.trace = trace
         self.now = 0
@@ -756,9 +755,7 @@ class GroupedCache:
             for group, cached in zip(self.groups, self._cached, strict=True)
         ]
         junction = longest if longest > tokens else 0
-        boundaries: tuple[int, ...] = (request.prompt_tokens - 1, junction)
-        if self._boundaries is not None:
-            boundaries = self._ask_boundaries(request, tokens, junction)
+        boundaries = self._ask_boundaries(request, tokens, junction)
         return GroupMatch(tokens, junction, tuple(blocks), boundaries)
 
     def longest(
@@ -1027,7 +1024,7 @@ class GroupedCache:
             plugins={
                 policy.kind: describe(policy)
                 for policy in (self.eviction, self.checkpoint)
-                if not is_interval(policy)
+                if policy is self.eviction or not self.checkpoint.is_interval
             },
         )
         groups = [group.as_dict() for group in self.groups]

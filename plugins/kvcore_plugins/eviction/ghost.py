@@ -75,6 +75,7 @@ class GhostTree:
         self.tokens = 0
         self._ring = _Run(0, 0, ())
         self._ring.older = self._ring.newer = self._ring
+        self.capacity = tokens
         self.resize(tokens)
 
     def add(self, span: Span, blocks: int) -> None:
@@ -139,8 +140,9 @@ class GhostTree:
         if tokens < 0:
             msg = f"a ghost of {tokens} tokens: give 0 or more"
             raise InputError(msg)
-        self.capacity = tokens
-        self._shrink()
+        before, self.capacity = self.capacity, tokens
+        if tokens < before:
+            self._shrink()
 
     def _remember(self, keys: Sequence[Key], start: int, end: int) -> None:
         """Make `[start, end)` the most recent content, its tail the oldest of it."""

@@ -264,8 +264,10 @@ class PooledCache(KVCache):
         self.announce(request, now)
         holding = Holding(match.span)
         junction = self._tokens(self._split_match(request, target, now)) // self._grid
-        if junction * self._grid > self._tokens(match.blocks):
-            holding.junction = junction * self._grid
+        ends = self._last_whole_key(request) // self._grid
+        for length in (ends * self._grid, junction * self._grid):
+            if length > self._tokens(match.blocks):
+                holding.junction = length
         match = self.match(request, now, target)
         if first_tokens is not None:
             length = self._tokens(match.blocks) + first_tokens
@@ -414,6 +416,16 @@ class PooledCache(KVCache):
         keys = self.geometry.generated_keys(request, first, limit)
         whole = self.tree.match(keys, limit, now)
         return (keys, whole) if whole.blocks > match.blocks else None
+
+    def _last_whole_key(self, request: Request) -> int:
+        """Return the tokens of a prompt up to a partial last key, which no longer one has.
+
+        0: it has none, or a key is a block.
+        """
+        key, prompt = request.key_tokens, request.prompt_tokens
+        if key <= self.geometry.block_size or prompt % key == 0 or request.publishes:
+            return 0
+        return min(prompt // key, len(request.keys)) * key
 
     def _split_match(self, request: Request, target: int | None, now: int) -> int:
         """Split the span in which full attention matches in part; return the blocks of it."""

@@ -275,7 +275,8 @@ class GroupChecker(CacheChecker[GroupState]):
         """Return True if the block at a position is one that a later request may need.
 
         That is so of the blocks before the end of an interval, the last one of the prompt that
-        is whole in all groups, and the junction. A policy may keep any.
+        is whole in all groups, the end of its last whole key, and the junction. A policy may
+        keep any.
         """
         if self._checkpoint is not None:
             return True
@@ -290,7 +291,8 @@ class GroupChecker(CacheChecker[GroupState]):
                 return True
         if interval is None:
             return False
-        ends = (max(seq.prompt.tokens - 1, 0), seq.junction)
+        key, last_token = self.state.layout.key_tokens, max(seq.prompt.tokens - 1, 0)
+        ends = (last_token, seq.prompt.tokens // key * key, seq.junction)
         lasts = [end // self._size * self._size // group.size for end in ends]
         return any(last - need <= position < last for last in lasts)
 
