@@ -135,7 +135,7 @@ class GroupedPlayback(Playback):
         named = [block.id for block in self._given_back if block.name is not None]
         free = self._state.ids(event.runs).tolist()
         if event.reason == "close":
-            del self._opened[event.seq]
+            del self._lives.opened[event.seq]
         group = event.group if isinstance(event.group, int) else NONE
         values = event.seq, FREED.index(event.reason), group
         owner = self._of_sequence[event.seq]
@@ -188,7 +188,7 @@ class GroupedPlayback(Playback):
                 "request": [self._of_sequence[seq] for seq in state.sequences],
                 "span": [NONE] * len(private),
                 "ids": private,
-                "opened": [self._opened[seq] for seq in state.sequences],
+                "opened": [self._lives.opened[seq] for seq in state.sequences],
                 "again": [seq.resumed for seq in state.sequences.values()],
             },
             "freed": [],

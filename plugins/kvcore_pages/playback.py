@@ -226,6 +226,26 @@ class Prompts:
             self._first.setdefault(key, request)
 
 
+@attrs.define
+class Lives:
+    """How far requests are, by number, of which the state of the cache does not tell.
+
+    Attributes:
+        answered: those that had their first token.
+        waits: those that wait, and whether they were preempted.
+        opened: by open sequence, when that was (ns).
+    """
+
+    answered: set[int] = attrs.field(factory=set)
+    waits: dict[int, bool] = attrs.field(factory=dict)
+    opened: dict[int, int] = attrs.field(factory=dict)
+
+    def told(self, there: Iterable[int]) -> dict[str, Any]:
+        """Return it as a JSON value, of the requests `there` and of those that wait."""
+        answered = sorted(self.answered & {*there, *self.waits})
+        return {"answered": answered, "waiting": list(self.waits.items())}
+
+
 @attrs.frozen
 class EvictedContent:
     """The block keys that an EVICT line removed, to compare two traces.
@@ -325,13 +345,10 @@ class Playback:
         self._before = 0  # time (ns) of the last row
         self._numbers: dict[int | str, int] = {}
         self._of_sequence: dict[int, int] = {}
-        # Facts that the state of the cache lacks: by span, the request that stored it, and when
-        # (ns); by open sequence, when it was opened (ns); and of requests those that had their
-        # first token, and those that wait, with whether they were preempted.
+        # What the state of the cache lacks: by span, the request that stored it, and when (ns);
+        # and how far requests are.
         self._stored: dict[int, tuple[int, int]] = {}
-        self._opened: dict[int, int] = {}
-        self._answered: set[int] = set()
-        self._waits: dict[int, bool] = {}
+        self._lives = Lives()
         self._read(reader, tick)
         self._must_be_shown(reader)
         self._inquest.judge()
@@ -415,12 +432,9 @@ class Playback:
         self.ended, window = event.t, self._window
         if self._stage == "before" and event.t >= window.start:
             self._stage, self.first_line, self._before = "inside", event.n, 0
-            there = map(self._of_sequence.__getitem__, self._opened)
-            self.opening = self._snapshot() | {
-                "answered": sorted(self._answered & {*there, *self._waits}),
-                "waiting": list(self._waits.items()),
-                "numbers": len(self._numbers),
-            }
+            there = map(self._of_sequence.__getitem__, self._lives.opened)
+            numbers = {"numbers": len(self._numbers)}
+            self.opening = self._snapshot() | self._lives.told(there) | numbers
         if self._stage != "inside":
             return
         rows = self._count
@@ -470,7 +484,7 @@ class Playback:
             "request": [self._of_sequence[seq.id] for seq in open_ones],
             "span": [seq.span.id for seq in open_ones],
             "ids": [seq.private.tolist() for seq in open_ones],
-            "opened": [self._opened[seq.id] for seq in open_ones],
+            "opened": [self._lives.opened[seq.id] for seq in open_ones],
         }
         tiers = () if state.tiers is None else state.tiers.levels.values()
         return {
@@ -525,21 +539,21 @@ class Playback:
             # Equal keys are one object: others would take most of the memory.
             leader = self._state.requests[self.prompts.ids[self.prompts.leader[request]]]
             prompt.keys[:shared] = leader.keys[:shared]
-        self._waits[request] = False
+        self._lives.waits[request] = False
         self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
         request = self._numbers[event.request] = len(self._numbers)
         self.prompts.announce(self._state.requests[event.request], self.ratio)
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
+        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, request, event.seq, event.blocks, span)
 
     def _admit(self, event: events.Hit | events.Miss) -> int:
         """Record that a sequence is opened for a request; return the number of the request."""
         request = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
-        self._waits.pop(request, None)
+        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
+        self._lives.waits.pop(request, None)
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
         return request
@@ -608,13 +622,13 @@ class Playback:
         if event.reason in ("rollback", "passed"):
             kept = len(self._state.sequences[event.seq].private)
         elif event.reason == "close":
-            del self._opened[event.seq]
+            del self._lives.opened[event.seq]
         values = event.seq, reason, kept, 0, 0, run_blocks(event.runs)
         self._row(event, self._of_sequence[event.seq], *values)
 
     def _fork(self, event: events.Fork) -> None:
         owner = self._of_sequence[event.child] = self._of_sequence[event.seq]
-        self._opened[event.child] = event.t
+        self._lives.opened[event.child] = event.t
         self._row(event, owner, event.seq, event.child)
 
     def _copy(self, event: events.Copy) -> None:
@@ -623,12 +637,12 @@ class Playback:
 
     def _first_token(self, event: events.FirstToken) -> None:
         request = self._numbers[event.request]
-        self._answered.add(request)
+        self._lives.answered.add(request)
         self._row(event, request, event.seq)
 
     def _resume(self, event: events.Resume) -> None:
         request = self._numbers[event.request]
-        self._waits.pop(request, None)
+        self._lives.waits.pop(request, None)
         self._row(event, request, event.seq)
 
     def _preempt(self, event: events.Preempt) -> None:
@@ -636,12 +650,12 @@ class Playback:
         requester = self._numbers.get(event.requester, NONE) if given else NONE  # type: ignore[arg-type]
         values = event.seq, PREEMPTED.index(event.how), requester
         request = self._numbers[event.request]
-        self._waits[request] = True
+        self._lives.waits[request] = True
         self._row(event, request, *values)
 
     def _finish(self, event: events.Finish) -> None:
         request = self._numbers[event.request]
-        self._waits.pop(request, None)
+        self._lives.waits.pop(request, None)
         self._row(event, request, event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
@@ -652,7 +666,7 @@ class Playback:
 
     def _reject(self, event: events.Reject) -> None:
         request = self._numbers[event.request]
-        self._waits.pop(request, None)
+        self._lives.waits.pop(request, None)
         self._row(event, request)
 
     def _recover(self, event: events.Recover) -> None:
