@@ -29,6 +29,8 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaModel,
     MambaConfig,
+    MoshiConfig,
+    MoshiForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -437,6 +439,18 @@ def test_a_layer_that_does_more_than_attend_once_is_refused(name, use):
     model = model_class(config_class(**SIZES | {"num_key_value_heads": 4}, head_dim=8)).eval()
     with pytest.raises(InputError, match=f"{name}.* cannot go through a paged cache"):
         use(model)
+
+
+@pytest.mark.parametrize("use", [call_attached, generate_attached, serve])
+def test_a_window_that_attention_does_not_get_is_refused(use):
+    """A layer that attends to more than the window of its config raises InputError.
+
+    Blocks of tokens beyond the window would be freed, and read.
+    """
+    config = MoshiConfig(**SIZES, head_dim=8, ffn_dim=48, sliding_window=8)
+    message = "MoshiAttention.* layer 0 attends to all tokens, .* gives it a window of 8"
+    with pytest.raises(InputError, match=message):
+        use(MoshiForCausalLM(config).eval())
 
 
 def test_a_model_without_attention_is_refused():

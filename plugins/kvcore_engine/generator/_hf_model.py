@@ -52,9 +52,11 @@ class AttentionCache(Cache):  # type: ignore[misc]
 
     Attributes:
         states: the states of the step; None without a layer that keeps one.
+        spec: the shape of the model, which its layers are held to; None: any will do.
     """
 
     states: StepStates | None = None
+    spec: ModelSpec | None = None
     _rows: Tensor | None = None  # of a batch with padding, the tokens that are none
     _new: tuple[int, Tensor, Tensor] | None = None  # layer, K and V, until attention
 
@@ -100,7 +102,7 @@ class AttentionCache(Cache):  # type: ignore[misc]
         """
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the length and the offset of a mask, which `_no_mask` does not make."""
+        """Return the length and the offset of a mask, of which `_mask` makes no use."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
     @property
@@ -145,7 +147,7 @@ def _paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: object,  # noqa: ARG001 - the blocks determine what is attended to
+    attention_mask: Tensor | None,
     *,
     paged: AttentionCache | None = None,
     scaling: float | None = None,
@@ -158,7 +160,7 @@ def _paged_attention(
 
     Raises:
         InputError: the layer gets no paged cache, attends to other K/V than it has just stored,
-            or needs a kind of attention that no backend computes.
+            needs a kind of attention that no backend computes, or is no layer of its spec.
     """
     if paged is None:
         msg = (
@@ -184,19 +186,43 @@ def _paged_attention(
             "once, to the K/V that it has just stored under its own number"
         )
         raise InputError(msg)
+    # Some models give a layer its window in the mask alone.
+    window: int | None = getattr(attention_mask, "window", None)
+    window = window if sliding_window is None else sliding_window
+    expected = window if paged.spec is None else paged.spec.windows[layer]
+    if window != expected:
+        msg = (
+            f"{type(module).__name__} cannot go through a paged cache: layer {layer} attends "
+            f"to {_tokens(window)}, where the model's config gives it {_tokens(expected)}, by "
+            "which blocks are freed; correct its `sliding_window` or `layer_types`"
+        )
+        raise InputError(msg)
     sinks = {} if s_aux is None else {"sink_logits": s_aux}
-    out = paged.attention(
-        layer, query, key, value, scale=scaling, window=sliding_window, **sinks
-    )
+    out = paged.attention(layer, query, key, value, scale=scaling, window=window, **sinks)
     return out, None
+
+
+def _tokens(window: int | None) -> str:
+    return "all tokens" if window is None else f"a window of {window:,}"
 
 
 def _given(options: dict[str, Any], name: str) -> bool:
     return options.get(name) is not None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask: padding is not stored, and backends attend causally."""
+def _mask(
+    *_: Any, local_size: int | None = None, device: Any = None, **__: Any
+) -> Tensor | None:
+    """Return no mask, or one that only says its window: see `_paged_attention`.
+
+    Padding is not stored, and backends attend causally.
+    """
+    if local_size is None:
+        return None
+    # A tensor, since some models compute with their masks; what they make has no window.
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+    mask.window = local_size  # type: ignore[attr-defined]
+    return mask
 
 
 def switch_over(model: PreTrainedModel) -> str:
@@ -206,7 +232,7 @@ def switch_over(model: PreTrainedModel) -> str:
         InputError: the model does not call attention by name.
     """
     AttentionInterface.register(IMPLEMENTATION, _paged_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     before: str = model.config._attn_implementation  # noqa: SLF001 - it has no other name
     # transformers 5.24 does not set this for its hybrid models.
     by_name = getattr(model, "_supports_attention_backend", False)

@@ -245,6 +245,7 @@ class PagedBatch(AttentionCache):
         """Run the model's layers over a ragged batch, as one row of tokens."""
         device = self._body.get_input_embeddings().weight.device  # type: ignore[operator]
         packed = self._packed_cache(list(sequences), batch)
+        packed.spec = self.spec
         with torch.no_grad():
             self._body(
                 input_ids=torch.tensor([tokens], device=device),

@@ -31,6 +31,7 @@ from kvcore_engine.generator.hf_batch import PagedBatch
 from kvcore_engine.retention.token_retention import token_retention
 
 if TYPE_CHECKING:
+    from kvcore.models.spec import ModelSpec
     from kvcore_plugins.cache_groups import GroupedCache
 
 _ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
@@ -73,6 +74,7 @@ class PagedCache:
     _keeps_batch: bool = attrs.field(init=False, default=False, repr=False)
     _compactor: Compactor | None = attrs.field(init=False, default=None, repr=False)
     _rotary_length: RotaryLength | None = attrs.field(init=False, default=None, repr=False)
+    _spec: ModelSpec | None = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check that the cache has block tables of tokens, and bind the backend."""
@@ -122,7 +124,7 @@ class PagedCache:
                     model.generate = generate_through_groups(model)
             if self._compactor is None:
                 rotary = rotary_of(model) if self.cache.retention is not None else ()
-                windows = spec_of(model).windows
+                windows = cast("ModelSpec", self._spec).windows
                 self._compactor = Compactor(
                     cast("KVCache", self.cache), self.backend, windows, rotary
                 )
@@ -156,6 +158,7 @@ class PagedCache:
             from kvcore_engine.generator.hf_grouped import GroupedBatch  # noqa: PLC0415 - few models need it
 
             batch = GroupedBatch(self.cache, backend, serials, compactor, self._model, length)
+        batch.spec = self._spec
         self._batches.append(batch)
         return batch
 
@@ -200,6 +203,7 @@ class PagedCache:
 
             self.backend.allocate(group_layout(spec, self.cache.groups, blocks, dtype))
         self._model, self._rotary_length = model, RotaryLength.of(model.base_model)
+        self._spec = spec
 
     def _before(
         self, model: PreTrainedModel, given: tuple[Any, ...], named: dict[str, Any]

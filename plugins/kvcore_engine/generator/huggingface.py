@@ -222,6 +222,7 @@ class HuggingFace(SamplingGenerator):
         if self.rotary_length is not None:
             self.rotary_length.check(max(batch.positions))
         device, packed = self.network.device, PackedCache(attend, self._numbers)
+        packed.spec = self.spec
         with torch.no_grad():
             out = self.network(
                 input_ids=torch.tensor([batch.token_ids], device=device),
