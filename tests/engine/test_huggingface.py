@@ -25,6 +25,7 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     Cohere2Config,
     DeepseekV3Config,
+    DogeConfig,
     Gemma2Config,
     LlamaConfig,
     LlamaModel,
@@ -401,10 +402,14 @@ def test_unusable_without_transformers(monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [(Gemma2Config(**SIZES, head_dim=8, sliding_window=4), "softcap")],
+    [
+        (Gemma2Config(**SIZES, head_dim=8, sliding_window=4), "softcap"),
+        (DogeConfig(**SIZES), "DogeAttention asks attention for a mask of its own"),
+        (DogeConfig(**SIZES, sliding_window=4), "DogeAttention asks .* a mask of its own"),
+    ],
 )
 def test_attention_that_no_backend_computes_is_refused(config, match):
-    """Capped scores raise InputError with their name."""
+    """Capped scores and masks that layers make raise InputError with their name."""
     generator = loaded(HuggingFace(AutoModelForCausalLM.from_config(config)), "fp32")
     attend = DenseCache().attend([0], [4])
     with pytest.raises(InputError, match=match):

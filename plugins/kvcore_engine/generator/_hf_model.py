@@ -172,6 +172,8 @@ def _paged_attention(
     wanted = [name for name in ("softcap", "position_bias") if _given(options, name)]
     wanted += ["dropout"] if dropout else []
     wanted += ["is_causal=False"] if options.get("is_causal") is False else []
+    if attention_mask is not None and not hasattr(attention_mask, "window"):
+        wanted.append("a mask of its own")
     if wanted:
         msg = (
             f"{type(module).__name__} asks attention for {', '.join(wanted)}, which no "
