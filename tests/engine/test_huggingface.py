@@ -23,10 +23,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
     Cohere2Config,
     DeepseekV3Config,
     DogeConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     LlamaModel,
     MambaConfig,
@@ -470,6 +473,33 @@ def test_a_latent_is_refused():
     config = DeepseekV3Config(**SIZES, n_routed_experts=8, first_k_dense_replace=3)
     with pytest.raises(InputError, match="latent"):
         _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BertConfig(**SIZES),
+        GemmaConfig(**SIZES, head_dim=8, use_bidirectional_attention=True),
+        Gemma3TextConfig(**SIZES, head_dim=8, use_bidirectional_attention=True),
+        LlamaConfig(**SIZES, is_causal=False),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_that_attends_to_later_tokens_is_refused(config):
+    """Encoders, and decoders told to attend as one, raise InputError when they are read."""
+    with pytest.raises(InputError, match="lets tokens attend to later ones"):
+        _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
+
+
+def test_a_decoder_that_can_be_an_encoder_is_served():
+    """BERT as a decoder generates the same through blocks, with layers for an encoder too."""
+    sizes = SIZES | {"num_key_value_heads": 4}
+    config = BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+    model, ids = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), prompt(9)
+    options = {"do_sample": False, "max_new_tokens": 4, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **options)
+    with paged_cache().attached(model):
+        assert model.generate(ids, **options).equal(expected)
 
 
 def test_an_encoder_decoder_is_refused():

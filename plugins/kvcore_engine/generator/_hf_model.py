@@ -30,7 +30,7 @@ from kvcore_plugins.codec.dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from kvcore.engine import Attend
     from kvcore_engine.groups import StepStates
@@ -498,6 +498,12 @@ def layer_types(model: PreTrainedModel) -> list[str]:
         _refuse(model, "stores a latent (MLA) in place of K/V heads")
     if getattr(config, "num_kv_shared_layers", None):
         _refuse(model, "has layers that use the K/V of other layers")
+    if not _is_causal(model, config):
+        _refuse(
+            model,
+            "lets tokens attend to later ones, as encoders do; with is_decoder=True, or "
+            "without use_bidirectional_attention, its config describes a decoder",
+        )
     windowed = getattr(config, "sliding_window", None) is not None
     every = "sliding_attention" if windowed else "full_attention"
     kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
@@ -508,6 +514,20 @@ def layer_types(model: PreTrainedModel) -> list[str]:
         if kind not in known:
             _refuse(model, f"has layers of {kind!r}, which have no K/V of full or sliding kind")
     return list(kinds)
+
+
+def _is_causal(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Return whether each layer of the text model, which has `config`, attends causally.
+
+    It may attend to the tokens of an encoder too, which is not causal.
+    """
+    layers: dict[int, bool] = {}
+    for module in model.modules():
+        causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)
+        own = type(getattr(module, "config", None)) is type(config)
+        if own and causal is not None and layer is not None:
+            layers[layer] = layers.get(layer, False) or causal
+    return getattr(config, "is_causal", True) is not False and all(layers.values())
 
 
 def attention_numbers(kinds: list[str]) -> dict[int, int]:
