@@ -502,6 +502,26 @@ def test_a_decoder_that_can_be_an_encoder_is_served():
         assert model.generate(ids, **options).equal(expected)
 
 
+@pytest.mark.parametrize(
+    ("option", "size"),
+    [
+        ({"global_head_dim": 16}, "head_dim"),
+        ({"global_head_dim": 8, "num_global_key_value_heads": 1}, "num_key_value_heads"),
+    ],
+)
+def test_layers_of_several_sizes_are_refused(option, size):
+    """A config whose heads differ by layer raises InputError when it is read."""
+    config_class = getattr(transformers, "Gemma4TextConfig", None)
+    if config_class is None:
+        pytest.skip("this version of transformers has no Gemma 4")
+    config = config_class(
+        **SIZES | option, head_dim=8, attention_k_eq_v=True, layer_types=[*MIXED[:2], MIXED[1]],
+        vocab_size_per_layer_input=8, hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+    )  # fmt: skip
+    with pytest.raises(InputError, match=rf"Gemma4.* layers of several sizes \({size}\)"):
+        _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
+
+
 def test_an_encoder_decoder_is_refused():
     """A model with an encoder raises InputError with the name of its class."""
     config = T5Config(

@@ -43,6 +43,11 @@ PADDING_ROWS = 2
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 """The kinds of rotary embeddings whose frequencies change with the length of a batch."""
 
+_ONE_FOR_ALL = frozenset(
+    {"head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads", "sliding_window"}
+)
+"""What of a config is one number for all layers of a `ModelSpec`."""
+
 IMPLEMENTATION = "kvcore"
 """The name under which transformers finds attention through a paged cache."""
 
@@ -494,6 +499,9 @@ def layer_types(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         _refuse(model, "is an encoder with a decoder; a decoder-only model can")
+    by_layer = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ())
+    if several := sorted(_ONE_FOR_ALL.intersection(by_layer)):
+        _refuse(model, f"has layers of several sizes ({', '.join(several)}), blocks have one")
     if getattr(config, "kv_lora_rank", None):
         _refuse(model, "stores a latent (MLA) in place of K/V heads")
     if getattr(config, "num_kv_shared_layers", None):
