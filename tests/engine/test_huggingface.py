@@ -30,6 +30,7 @@ from transformers import (  # noqa: E402
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPTBigCodeConfig,
     LlamaConfig,
     LlamaModel,
     MambaConfig,
@@ -459,6 +460,26 @@ def test_a_window_that_attention_does_not_get_is_refused(use):
     message = "MoshiAttention.* layer 0 attends to all tokens, .* gives it a window of 8"
     with pytest.raises(InputError, match=message):
         use(MoshiForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            BertConfig(**SIZES, is_decoder=True),
+            "bert cannot .* layer 0 has 4 keys of 8 .* 2 of 8 in",
+        ),
+        (
+            GPTBigCodeConfig(**SIZES, n_head=4, n_embd=32),
+            "gpt_bigcode cannot .* has 1 keys of 8",
+        ),
+    ],
+)
+@pytest.mark.parametrize("use", [call_attached, serve])
+def test_heads_that_the_config_does_not_give_are_refused(config, message, use):
+    """K/V of another shape than the config's raises InputError with the layer and both."""
+    with pytest.raises(InputError, match=message):
+        use(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_a_model_without_attention_is_refused():

@@ -83,10 +83,29 @@ class AttentionCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it."""
+        """Take the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it.
+
+        Raises:
+            InputError: it is not of the shape that the spec has.
+        """
+        self._check(layer_idx, key_states, value_states)
         self.store(layer_idx, key_states, value_states)
         self._new = layer_idx, key_states, value_states
         return key_states, value_states
+
+    def _check(self, layer: int, *kv: Tensor) -> None:
+        """Refuse keys and values of a layer in other heads than those of the spec."""
+        heads = [(part.shape[1], part.shape[3]) for part in kv]
+        if self.spec is None or {*heads} == {(self.spec.kv_heads, self.spec.head_dim)}:
+            return
+        (keys, key_width), (values, value_width) = heads
+        msg = (
+            f"{self.spec.name} cannot go through a paged cache: its layer {layer} has {keys} "
+            f"keys of {key_width} numbers and {values} values of {value_width} a token, its "
+            f"config {self.spec.kv_heads} of {self.spec.head_dim} in every layer; if layers do "
+            "not differ, correct `num_key_value_heads` and `head_dim`"
+        )
+        raise InputError(msg)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store what `update` takes; a cache whose `attention` stores does nothing."""
