@@ -5,13 +5,14 @@ from itertools import cycle
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from helpers.caches import Lines  # noqa: E402
 from helpers.hugging import (  # noqa: E402
     CACHE,
     FAMILIES,
     LENGTHS,
+    SIZES,
     Poisoned,
     padded,
     paged_cache,
@@ -243,6 +244,27 @@ def test_a_prompt_at_other_positions_gets_no_hit():
             found = model(ids, **shifted).logits
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert paged.cache.stats.hit_tokens == 0
+
+
+ROTARY_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_texts_of_a_model_of_images_share_blocks(name):
+    """Texts whose positions have a row for each axis of an image generate as without blocks."""
+    sizes = SIZES | {"rope_parameters": ROTARY_AXES, "head_dim": 8, "initializer_range": 0.4}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=sizes, vision_config={"depth": 1, "num_heads": 2, "hidden_size": 32},
+        image_token_id=96, video_token_id=95, vision_start_token_id=94, vision_end_token_id=93,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double().eval()
+    ids, mask = padded(20, 9, 13)
+    ids = ids.remainder(90)
+    paged, expected = paged_cache(), generated(model, ids, attention_mask=mask)
+    for hits in (0, 16 + 8 + 12):
+        assert generated(model, ids, paged, attention_mask=mask).equal(expected)
+        assert paged.cache.stats.hit_tokens == hits
 
 
 def test_embeddings_generate_the_same_without_lookups():

@@ -203,14 +203,19 @@ class PagedBatch(AttentionCache):
         if positions is None:
             positions = torch.arange(columns, device=real.device)
         # Keys of blocks stand for tokens at positions that count from 0 without padding.
-        counted = bool((positions == real.cumsum(1) - 1)[real].all())
+        # Models of images have a row of them for each axis of an image.
+        counted = bool(((positions == real.cumsum(1) - 1) | ~real).all())
         if tokens is None or not counted or not _last_logits_only(inputs):
             for length in real.sum(1).tolist():
                 self._open((), length)
             return inputs, real
         self._prefill([row[kept].tolist() for row, kept in zip(tokens, real, strict=True)])
         self._columns = columns - 1
-        last = {"input_ids": tokens[:, -1:], "position_ids": real.sum(1, keepdim=True) - 1}
+        end = real.sum(1, keepdim=True) - 1
+        last = {
+            "input_ids": tokens[:, -1:],
+            "position_ids": end.expand(*positions.shape[:-2], *end.shape),
+        }
         return inputs | last, real[:, -1:]
 
     def _prefill(self, prompts: list[list[int]]) -> None:
