@@ -20,7 +20,7 @@ from helpers.hugging import (  # noqa: E402
     tiny,
 )
 from helpers.paged import Paged  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
+from transformers import DynamicCache, FuyuConfig, FuyuForCausalLM  # noqa: E402
 
 from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
@@ -265,6 +265,24 @@ def test_texts_of_a_model_of_images_share_blocks(name):
     for hits in (0, 16 + 8 + 12):
         assert generated(model, ids, paged, attention_mask=mask).equal(expected)
         assert paged.cache.stats.hit_tokens == hits
+
+
+def test_images_are_computed_with_their_prompts():
+    """A prompt with an image generates as without blocks, and is shared with no other."""
+    sizes = SIZES | {"num_key_value_heads": 4, "initializer_range": 0.4}
+    config = FuyuConfig(
+        **sizes, text_config=sizes | {"model_type": "persimmon"}, patch_size=4, num_channels=3,
+        image_size=8, image_token_id=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, paged = FuyuForCausalLM(config).double().eval(), paged_cache()
+    ids = torch.tensor([[5, 9, *[96] * 4, *range(11, 17)]])
+    images = torch.randn((2, 1, 4, 48), dtype=torch.float64)
+    expected = [generated(model, ids, pixel_values=image) for image in images]
+    assert not expected[0].equal(expected[1])
+    for image, tokens in zip(images, expected, strict=True):
+        assert generated(model, ids, paged, pixel_values=image).equal(tokens)
+    assert paged.cache.stats.lookup_blocks == 0
 
 
 def test_embeddings_generate_the_same_without_lookups():
