@@ -20,7 +20,13 @@ from helpers.hugging import (  # noqa: E402
     tiny,
 )
 from helpers.paged import Paged  # noqa: E402
-from transformers import DynamicCache, FuyuConfig, FuyuForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    FuyuConfig,
+    FuyuForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
@@ -348,6 +354,27 @@ def test_another_model_is_refused():
     paged = paged_cache()
     generated(tiny("llama"), prompt(5), paged)
     with pytest.raises(InputError, match="another model"), paged.attached(tiny("llama")):
+        pass
+
+
+def test_a_body_is_found_under_a_wrong_name():
+    """Llama 4, whose `base_model` is the whole model, generates as without blocks."""
+    config = Llama4TextConfig(
+        **SIZES | {"initializer_range": 0.4}, head_dim=8, layer_types=["full_attention"] * 3,
+        num_local_experts=2, intermediate_size_mlp=48,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = Llama4ForCausalLM(config).double().eval(), prompt(20)
+    assert model.base_model is model
+    assert generated(model, ids, paged_cache()).equal(generated(model, ids))
+
+
+def test_a_model_without_a_body_is_refused(monkeypatch):
+    """A model whose body is not told apart from its head raises InputError when attached."""
+    model = tiny("gpt2")
+    monkeypatch.setattr(type(model), "base_model_prefix", "none")
+    message = "has no `base_model`; generate in the serving loop"
+    with pytest.raises(InputError, match=message), paged_cache().attached(model):
         pass
 
 

@@ -557,6 +557,20 @@ def _is_causal(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
     return getattr(config, "is_causal", True) is not False and all(layers.values())
 
 
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the `model` without its head.
+
+    Raises:
+        InputError: transformers does not tell it apart.
+    """
+    body = model.base_model
+    if body is model:  # It has no head, or a wrong name for its body, as Llama 4 has.
+        body = getattr(model, "model", model)
+    if body is model and model.can_generate():
+        _refuse(model, "has no `base_model`; generate in the serving loop, `kvcore.run`")
+    return body
+
+
 def attention_numbers(kinds: list[str]) -> dict[int, int]:
     """Return the number of each layer with attention among these, if others keep a state."""
     attention = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]

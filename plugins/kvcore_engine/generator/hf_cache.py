@@ -19,6 +19,7 @@ from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.generator._hf_model import (
     RotaryLength,
+    body_of,
     cache_argument,
     dtype_of,
     layer_types,
@@ -152,7 +153,7 @@ class PagedCache:
         backend, serials, compactor = self.backend, self._serials, self._compactor
         length = self._rotary_length
         if isinstance(self.cache, KVCache):
-            body = self._model.base_model
+            body = body_of(self._model)
             batch = PagedBatch(self.cache, backend, body, serials, compactor, length)
         else:
             from kvcore_engine.generator.hf_grouped import GroupedBatch  # noqa: PLC0415 - few models need it
@@ -193,6 +194,7 @@ class PagedCache:
                 f"{self.backend.name!r} on {device}: move one to the other"
             )
             raise InputError(msg)
+        body_of(model)  # refuses a model without one, before anything is allocated
         blocks, block_size = self.cache.pool.blocks, self.cache.geometry.block_size
         spec, dtype = spec_of(model), dtype_of(model)
         if isinstance(self.cache, KVCache):
