@@ -24,12 +24,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
     Cohere2Config,
     DeepseekV3Config,
+    DogeConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPTBigCodeConfig,
     LlamaConfig,
     LlamaModel,
     MambaConfig,
+    MoshiConfig,
+    MoshiForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -400,10 +407,14 @@ def test_unusable_without_transformers(monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [(Gemma2Config(**SIZES, head_dim=8, sliding_window=4), "softcap")],
+    [
+        (Gemma2Config(**SIZES, head_dim=8, sliding_window=4), "softcap"),
+        (DogeConfig(**SIZES), "DogeAttention asks attention for a mask of its own"),
+        (DogeConfig(**SIZES, sliding_window=4), "DogeAttention asks .* a mask of its own"),
+    ],
 )
 def test_attention_that_no_backend_computes_is_refused(config, match):
-    """Capped scores raise InputError with their name."""
+    """Capped scores and masks that layers make raise InputError with their name."""
     generator = loaded(HuggingFace(AutoModelForCausalLM.from_config(config)), "fp32")
     attend = DenseCache().attend([0], [4])
     with pytest.raises(InputError, match=match):
@@ -440,6 +451,38 @@ def test_a_layer_that_does_more_than_attend_once_is_refused(name, use):
         use(model)
 
 
+@pytest.mark.parametrize("use", [call_attached, generate_attached, serve])
+def test_a_window_that_attention_does_not_get_is_refused(use):
+    """A layer that attends to more than the window of its config raises InputError.
+
+    Blocks of tokens beyond the window would be freed, and read.
+    """
+    config = MoshiConfig(**SIZES, head_dim=8, ffn_dim=48, sliding_window=8)
+    message = "MoshiAttention.* layer 0 attends to all tokens, .* gives it a window of 8"
+    with pytest.raises(InputError, match=message):
+        use(MoshiForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            BertConfig(**SIZES, is_decoder=True),
+            "bert cannot .* layer 0 has 4 keys of 8 .* 2 of 8 in",
+        ),
+        (
+            GPTBigCodeConfig(**SIZES, n_head=4, n_embd=32),
+            "gpt_bigcode cannot .* has 1 keys of 8",
+        ),
+    ],
+)
+@pytest.mark.parametrize("use", [call_attached, serve])
+def test_heads_that_the_config_does_not_give_are_refused(config, message, use):
+    """K/V of another shape than the config's raises InputError with the layer and both."""
+    with pytest.raises(InputError, match=message):
+        use(AutoModelForCausalLM.from_config(config).eval())
+
+
 def test_a_model_without_attention_is_refused():
     """A state-space model, which has no K/V, raises InputError with its kind of layers."""
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
@@ -451,6 +494,53 @@ def test_a_latent_is_refused():
     """A model with multi-head latent attention raises InputError."""
     config = DeepseekV3Config(**SIZES, n_routed_experts=8, first_k_dense_replace=3)
     with pytest.raises(InputError, match="latent"):
+        _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BertConfig(**SIZES),
+        GemmaConfig(**SIZES, head_dim=8, use_bidirectional_attention=True),
+        Gemma3TextConfig(**SIZES, head_dim=8, use_bidirectional_attention=True),
+        LlamaConfig(**SIZES, is_causal=False),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_that_attends_to_later_tokens_is_refused(config):
+    """Encoders, and decoders told to attend as one, raise InputError when they are read."""
+    with pytest.raises(InputError, match="lets tokens attend to later ones"):
+        _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
+
+
+def test_a_decoder_that_can_be_an_encoder_is_served():
+    """BERT as a decoder generates the same through blocks, with layers for an encoder too."""
+    sizes = SIZES | {"num_key_value_heads": 4}
+    config = BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+    model, ids = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), prompt(9)
+    options = {"do_sample": False, "max_new_tokens": 4, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **options)
+    with paged_cache().attached(model):
+        assert model.generate(ids, **options).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "size"),
+    [
+        ({"global_head_dim": 16}, "head_dim"),
+        ({"global_head_dim": 8, "num_global_key_value_heads": 1}, "num_key_value_heads"),
+    ],
+)
+def test_layers_of_several_sizes_are_refused(option, size):
+    """A config whose heads differ by layer raises InputError when it is read."""
+    config_class = getattr(transformers, "Gemma4TextConfig", None)
+    if config_class is None:
+        pytest.skip("this version of transformers has no Gemma 4")
+    config = config_class(
+        **SIZES | option, head_dim=8, attention_k_eq_v=True, layer_types=[*MIXED[:2], MIXED[1]],
+        vocab_size_per_layer_input=8, hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+    )  # fmt: skip
+    with pytest.raises(InputError, match=rf"Gemma4.* layers of several sizes \({size}\)"):
         _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
 
 

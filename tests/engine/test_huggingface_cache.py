@@ -5,13 +5,14 @@ from itertools import cycle
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from helpers.caches import Lines  # noqa: E402
 from helpers.hugging import (  # noqa: E402
     CACHE,
     FAMILIES,
     LENGTHS,
+    SIZES,
     Poisoned,
     longrope_fixed,
     padded,
@@ -20,7 +21,13 @@ from helpers.hugging import (  # noqa: E402
     tiny,
 )
 from helpers.paged import Paged  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    FuyuConfig,
+    FuyuForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
@@ -271,6 +278,45 @@ def test_a_prompt_at_other_positions_gets_no_hit():
     assert paged.cache.stats.hit_tokens == 0
 
 
+ROTARY_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_texts_of_a_model_of_images_share_blocks(name):
+    """Texts whose positions have a row for each axis of an image generate as without blocks."""
+    sizes = SIZES | {"rope_parameters": ROTARY_AXES, "head_dim": 8, "initializer_range": 0.4}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=sizes, vision_config={"depth": 1, "num_heads": 2, "hidden_size": 32},
+        image_token_id=96, video_token_id=95, vision_start_token_id=94, vision_end_token_id=93,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double().eval()
+    ids, mask = padded(20, 9, 13)
+    ids = ids.remainder(90)
+    paged, expected = paged_cache(), generated(model, ids, attention_mask=mask)
+    for hits in (0, 16 + 8 + 12):
+        assert generated(model, ids, paged, attention_mask=mask).equal(expected)
+        assert paged.cache.stats.hit_tokens == hits
+
+
+def test_images_are_computed_with_their_prompts():
+    """A prompt with an image generates as without blocks, and is shared with no other."""
+    sizes = SIZES | {"num_key_value_heads": 4, "initializer_range": 0.4}
+    config = FuyuConfig(
+        **sizes, text_config=sizes | {"model_type": "persimmon"}, patch_size=4, num_channels=3,
+        image_size=8, image_token_id=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, paged = FuyuForCausalLM(config).double().eval(), paged_cache()
+    ids = torch.tensor([[5, 9, *[96] * 4, *range(11, 17)]])
+    images = torch.randn((2, 1, 4, 48), dtype=torch.float64)
+    expected = [generated(model, ids, pixel_values=image) for image in images]
+    assert not expected[0].equal(expected[1])
+    for image, tokens in zip(images, expected, strict=True):
+        assert generated(model, ids, paged, pixel_values=image).equal(tokens)
+    assert paged.cache.stats.lookup_blocks == 0
+
+
 def test_embeddings_generate_the_same_without_lookups():
     """A prompt of embeddings generates the same tokens, and looks up no blocks."""
     model, ids = tiny("llama"), prompt(9)
@@ -334,6 +380,27 @@ def test_another_model_is_refused():
     paged = paged_cache()
     generated(tiny("llama"), prompt(5), paged)
     with pytest.raises(InputError, match="another model"), paged.attached(tiny("llama")):
+        pass
+
+
+def test_a_body_is_found_under_a_wrong_name():
+    """Llama 4, whose `base_model` is the whole model, generates as without blocks."""
+    config = Llama4TextConfig(
+        **SIZES | {"initializer_range": 0.4}, head_dim=8, layer_types=["full_attention"] * 3,
+        num_local_experts=2, intermediate_size_mlp=48,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = Llama4ForCausalLM(config).double().eval(), prompt(20)
+    assert model.base_model is model
+    assert generated(model, ids, paged_cache()).equal(generated(model, ids))
+
+
+def test_a_model_without_a_body_is_refused(monkeypatch):
+    """A model whose body is not told apart from its head raises InputError when attached."""
+    model = tiny("gpt2")
+    monkeypatch.setattr(type(model), "base_model_prefix", "none")
+    message = "has no `base_model`; generate in the serving loop"
+    with pytest.raises(InputError, match=message), paged_cache().attached(model):
         pass
 
 

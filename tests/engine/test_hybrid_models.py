@@ -103,8 +103,10 @@ def test_tokens_are_the_same_under_pressure(family):
     result = serve(generator, prompts(), cache, apart=1, max_tokens=24)
     assert result.outputs == expected(family)
     assert cache.evicted_blocks
-    # What these two keep of running requests, windows alone or K/V of few layers, has room.
-    assert sum(result.log.recomputes) or family in {"mistral-window", "jamba"}
+    # What these keep of running requests, windows alone or K/V of few layers, has room.
+    assert sum(result.log.recomputes) or family in {
+        "mistral-window", "phimoe-window", "jamba",
+    }  # fmt: skip
     cache.check_integrity()
 
 

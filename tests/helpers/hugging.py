@@ -16,7 +16,9 @@ from transformers import (
     MixtralConfig,
     NemotronHConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -62,6 +64,14 @@ FAMILIES = {
         **SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6,
         layer_types=MIXED, experts_implementation="eager",
     ),
+    "phimoe-window": PhimoeConfig(
+        **SIZES, sliding_window=5, num_local_experts=4, experts_implementation="eager"
+    ),
+    "qwen2-moe-mixed": Qwen2MoeConfig(
+        **SIZES, use_sliding_window=True, sliding_window=4, layer_types=MIXED, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        experts_implementation="eager",
+    ),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY, n_positions=256, n_embd=32, n_layer=2, n_head=4,
         bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
@@ -100,7 +110,10 @@ LENGTHS = {
 }  # fmt: skip
 """Models whose rotary frequencies change beyond 64 tokens."""
 
-HYBRIDS = ("mistral-window", "qwen2-mixed", "gemma3-mixed", "gpt-oss", *STATES)
+HYBRIDS = (
+    "mistral-window", "qwen2-mixed", "gemma3-mixed", "gpt-oss", "phimoe-window",
+    "qwen2-moe-mixed", *STATES,
+)  # fmt: skip
 
 
 CACHE = cache_argument(LlamaForCausalLM)

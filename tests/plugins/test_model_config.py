@@ -136,6 +136,20 @@ def test_a_width_of_each_layer_is_refused_where_layers_are_alike(read_model):
         read_model(LLAMA | {"intermediate_size": [14336] * 32})
 
 
+def test_a_number_that_layers_have_alike_may_be_a_list(read_model):
+    """Hunyuan's experts of each layer are read where all take as many, and else refused."""
+    fields = LLAMA | {"model_type": "hunyuan_v1_moe", "num_experts": 64, "use_qk_norm": True}
+    layers = LLAMA["num_hidden_layers"]
+    listed = {"moe_topk": [8] * layers, "num_shared_expert": [1] * layers}
+    listed["moe_intermediate_size"] = [LLAMA["intermediate_size"]] * layers
+    assert read_model(fields | listed) == read_model(fields | {"moe_topk": 8})
+    for several in ([8] * (layers - 1) + [4], [8], []):
+        with pytest.raises(InputError, match="'num_experts_per_tok'"):
+            read_model(fields | listed | {"moe_topk": several})
+    with pytest.raises(InputError, match="'num_shared_expert' is 2, not 1"):
+        read_model(fields | listed | {"num_shared_expert": [2] * layers})
+
+
 def test_layers_with_experts_may_be_listed(read_model):
     """`moe_layers` lists the layers with experts, in place of every so many.
 

@@ -32,7 +32,7 @@ from kvcore_plugins.codec.dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from kvcore.engine import Attend
     from kvcore_engine.groups import StepStates
@@ -45,6 +45,11 @@ PADDING_ROWS = 2
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 """The kinds of rotary embeddings whose frequencies change with the length of a batch."""
 
+_ONE_FOR_ALL = frozenset(
+    {"head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads", "sliding_window"}
+)
+"""What of a config is one number for all layers of a `ModelSpec`."""
+
 IMPLEMENTATION = "kvcore"
 """The name under which transformers finds attention through a paged cache."""
 
@@ -54,9 +59,11 @@ class AttentionCache(Cache):  # type: ignore[misc]
 
     Attributes:
         states: the states of the step; None without a layer that keeps one.
+        spec: the shape of the model, which its layers are held to; None: any will do.
     """
 
     states: StepStates | None = None
+    spec: ModelSpec | None = None
     _rows: Tensor | None = None  # of a batch with padding, the tokens that are none
     _new: tuple[int, Tensor, Tensor] | None = None  # layer, K and V, until attention
 
@@ -78,10 +85,29 @@ class AttentionCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it."""
+        """Take the new K/V of a layer, `[batch, kv_heads, tokens, width]`; return it.
+
+        Raises:
+            InputError: it is not of the shape that the spec has.
+        """
+        self._check(layer_idx, key_states, value_states)
         self.store(layer_idx, key_states, value_states)
         self._new = layer_idx, key_states, value_states
         return key_states, value_states
+
+    def _check(self, layer: int, *kv: Tensor) -> None:
+        """Refuse keys and values of a layer in other heads than those of the spec."""
+        heads = [(part.shape[1], part.shape[3]) for part in kv]
+        if self.spec is None or {*heads} == {(self.spec.kv_heads, self.spec.head_dim)}:
+            return
+        (keys, key_width), (values, value_width) = heads
+        msg = (
+            f"{self.spec.name} cannot go through a paged cache: its layer {layer} has {keys} "
+            f"keys of {key_width} numbers and {values} values of {value_width} a token, its "
+            f"config {self.spec.kv_heads} of {self.spec.head_dim} in every layer; if layers do "
+            "not differ, correct `num_key_value_heads` and `head_dim`"
+        )
+        raise InputError(msg)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store what `update` takes; a cache whose `attention` stores does nothing."""
@@ -102,7 +128,7 @@ class AttentionCache(Cache):  # type: ignore[misc]
         """
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the length and the offset of a mask, which `_no_mask` does not make."""
+        """Return the length and the offset of a mask, of which `_mask` makes no use."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
     @property
@@ -147,7 +173,7 @@ def _paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: object,  # noqa: ARG001 - the blocks determine what is attended to
+    attention_mask: Tensor | None,
     *,
     paged: AttentionCache | None = None,
     scaling: float | None = None,
@@ -160,7 +186,7 @@ def _paged_attention(
 
     Raises:
         InputError: the layer gets no paged cache, attends to other K/V than it has just stored,
-            or needs a kind of attention that no backend computes.
+            needs a kind of attention that no backend computes, or is no layer of its spec.
     """
     if paged is None:
         msg = (
@@ -172,6 +198,8 @@ def _paged_attention(
     wanted = [name for name in ("softcap", "position_bias") if _given(options, name)]
     wanted += ["dropout"] if dropout else []
     wanted += ["is_causal=False"] if options.get("is_causal") is False else []
+    if attention_mask is not None and not hasattr(attention_mask, "window"):
+        wanted.append("a mask of its own")
     if wanted:
         msg = (
             f"{type(module).__name__} asks attention for {', '.join(wanted)}, which no "
@@ -186,19 +214,43 @@ def _paged_attention(
             "once, to the K/V that it has just stored under its own number"
         )
         raise InputError(msg)
+    # Some models give a layer its window in the mask alone.
+    window: int | None = getattr(attention_mask, "window", None)
+    window = window if sliding_window is None else sliding_window
+    expected = window if paged.spec is None else paged.spec.windows[layer]
+    if window != expected:
+        msg = (
+            f"{type(module).__name__} cannot go through a paged cache: layer {layer} attends "
+            f"to {_tokens(window)}, where the model's config gives it {_tokens(expected)}, by "
+            "which blocks are freed; correct its `sliding_window` or `layer_types`"
+        )
+        raise InputError(msg)
     sinks = {} if s_aux is None else {"sink_logits": s_aux}
-    out = paged.attention(
-        layer, query, key, value, scale=scaling, window=sliding_window, **sinks
-    )
+    out = paged.attention(layer, query, key, value, scale=scaling, window=window, **sinks)
     return out, None
+
+
+def _tokens(window: int | None) -> str:
+    return "all tokens" if window is None else f"a window of {window:,}"
 
 
 def _given(options: dict[str, Any], name: str) -> bool:
     return options.get(name) is not None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask: padding is not stored, and backends attend causally."""
+def _mask(
+    *_: Any, local_size: int | None = None, device: Any = None, **__: Any
+) -> Tensor | None:
+    """Return no mask, or one that only says its window: see `_paged_attention`.
+
+    Padding is not stored, and backends attend causally.
+    """
+    if local_size is None:
+        return None
+    # A tensor, since some models compute with their masks; what they make has no window.
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+    mask.window = local_size  # type: ignore[attr-defined]
+    return mask
 
 
 def switch_over(model: PreTrainedModel) -> str:
@@ -208,7 +260,7 @@ def switch_over(model: PreTrainedModel) -> str:
         InputError: the model does not call attention by name.
     """
     AttentionInterface.register(IMPLEMENTATION, _paged_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     before: str = model.config._attn_implementation  # noqa: SLF001 - it has no other name
     # transformers 5.24 does not set this for its hybrid models.
     by_name = getattr(model, "_supports_attention_backend", False)
@@ -526,10 +578,19 @@ def layer_types(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         _refuse(model, "is an encoder with a decoder; a decoder-only model can")
+    by_layer = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ())
+    if several := sorted(_ONE_FOR_ALL.intersection(by_layer)):
+        _refuse(model, f"has layers of several sizes ({', '.join(several)}), blocks have one")
     if getattr(config, "kv_lora_rank", None):
         _refuse(model, "stores a latent (MLA) in place of K/V heads")
     if getattr(config, "num_kv_shared_layers", None):
         _refuse(model, "has layers that use the K/V of other layers")
+    if not _is_causal(model, config):
+        _refuse(
+            model,
+            "lets tokens attend to later ones, as encoders do; with is_decoder=True, or "
+            "without use_bidirectional_attention, its config describes a decoder",
+        )
     windowed = getattr(config, "sliding_window", None) is not None
     every = "sliding_attention" if windowed else "full_attention"
     kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
@@ -540,6 +601,34 @@ def layer_types(model: PreTrainedModel) -> list[str]:
         if kind not in known:
             _refuse(model, f"has layers of {kind!r}, which have no K/V of full or sliding kind")
     return list(kinds)
+
+
+def _is_causal(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Return whether each layer of the text model, which has `config`, attends causally.
+
+    It may attend to the tokens of an encoder too, which is not causal.
+    """
+    layers: dict[int, bool] = {}
+    for module in model.modules():
+        causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)
+        own = type(getattr(module, "config", None)) is type(config)
+        if own and causal is not None and layer is not None:
+            layers[layer] = layers.get(layer, False) or causal
+    return getattr(config, "is_causal", True) is not False and all(layers.values())
+
+
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the `model` without its head.
+
+    Raises:
+        InputError: transformers does not tell it apart.
+    """
+    body = model.base_model
+    if body is model:  # It has no head, or a wrong name for its body, as Llama 4 has.
+        body = getattr(model, "model", model)
+    if body is model and model.can_generate():
+        _refuse(model, "has no `base_model`; generate in the serving loop, `kvcore.run`")
+    return body
 
 
 def attention_numbers(kinds: list[str]) -> dict[int, int]:

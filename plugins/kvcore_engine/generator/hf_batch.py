@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+_OF_TEXT = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "cache_position", "use_cache"}
+    | {"logits_to_keep", "return_dict"}
+)
+"""Arguments of a model that give it tokens, and ask for nothing but their last logits."""
+
+
 class PagedBatch(AttentionCache):
     """The cache of one batch: row i of the batch is the sequence i of a `KVCache`.
 
@@ -33,8 +40,9 @@ class PagedBatch(AttentionCache):
     Blocks are held until `reset`.
 
     A prompt's blocks are shared with other batches when only its last logits are wanted
-    (`logits_to_keep=1`, as `generate` sets it) and its positions count its own tokens: then
-    cached tokens are not computed again, and the rest is computed without padding.
+    (`logits_to_keep=1`, as `generate` sets it), its positions count its own tokens, and these
+    are all that the model is given: then cached tokens are not computed again, and the rest
+    is computed without padding.
 
     Attributes:
         sequences: one sequence for each row; empty before the first step.
@@ -201,14 +209,19 @@ class PagedBatch(AttentionCache):
         if positions is None:
             positions = torch.arange(columns, device=real.device)
         # Keys of blocks stand for tokens at positions that count from 0 without padding.
-        counted = bool((positions == real.cumsum(1) - 1)[real].all())
+        # Models of images have a row of them for each axis of an image.
+        counted = bool(((positions == real.cumsum(1) - 1) | ~real).all())
         if tokens is None or not counted or not _last_logits_only(inputs):
             for length in real.sum(1).tolist():
                 self._open((), length)
             return inputs, real
         self._prefill([row[kept].tolist() for row, kept in zip(tokens, real, strict=True)])
         self._columns = columns - 1
-        last = {"input_ids": tokens[:, -1:], "position_ids": real.sum(1, keepdim=True) - 1}
+        end = real.sum(1, keepdim=True) - 1
+        last = {
+            "input_ids": tokens[:, -1:],
+            "position_ids": end.expand(*positions.shape[:-2], *end.shape),
+        }
         return inputs | last, real[:, -1:]
 
     def _prefill(self, prompts: list[list[int]]) -> None:
@@ -243,6 +256,7 @@ class PagedBatch(AttentionCache):
         """Run the model's layers over a ragged batch, as one row of tokens."""
         device = self._body.get_input_embeddings().weight.device  # type: ignore[operator]
         packed = self._packed_cache(list(sequences), batch)
+        packed.spec = self.spec
         with torch.no_grad():
             self._body(
                 input_ids=torch.tensor([tokens], device=device),
@@ -309,11 +323,8 @@ class PagedBatch(AttentionCache):
 
 def _last_logits_only(inputs: dict[str, Any]) -> bool:
     """Return True if the model is to return only the logits after the last token."""
-    more = ("output_hidden_states", "output_attentions", "token_type_ids", "labels")
+    # Anything more may be an image, or ask for what all tokens become.
+    more = [value for name, value in inputs.items() if name not in _OF_TEXT]
+    asked = any(isinstance(value, Tensor) or value for value in more)
     kept = inputs.get("logits_to_keep")
-    return isinstance(kept, int) and kept == 1 and not any(_wants(inputs, m) for m in more)
-
-
-def _wants(inputs: dict[str, Any], name: str) -> bool:
-    value = inputs.get(name)
-    return value is not None and value is not False
+    return isinstance(kept, int) and kept == 1 and not asked

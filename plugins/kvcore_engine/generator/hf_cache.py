@@ -19,6 +19,7 @@ from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.generator._hf_model import (
     TextLength,
+    body_of,
     cache_argument,
     dtype_of,
     layer_types,
@@ -31,6 +32,7 @@ from kvcore_engine.generator.hf_batch import PagedBatch
 from kvcore_engine.retention.token_retention import token_retention
 
 if TYPE_CHECKING:
+    from kvcore.models.spec import ModelSpec
     from kvcore_plugins.cache_groups import GroupedCache
 
 _ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
@@ -77,6 +79,7 @@ class PagedCache:
     _keeps_batch: bool = attrs.field(init=False, default=False, repr=False)
     _compactor: Compactor | None = attrs.field(init=False, default=None, repr=False)
     _text_length: TextLength | None = attrs.field(init=False, default=None, repr=False)
+    _spec: ModelSpec | None = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check that the cache has block tables of tokens, and bind the backend."""
@@ -131,7 +134,7 @@ class PagedCache:
                     model.generate = generate_through_groups(model)
             if self._compactor is None:
                 rotary = rotary_of(model) if self.cache.retention is not None else ()
-                windows = spec_of(model).windows
+                windows = cast("ModelSpec", self._spec).windows
                 self._compactor = Compactor(
                     cast("KVCache", self.cache), self.backend, windows, rotary
                 )
@@ -159,12 +162,13 @@ class PagedCache:
         backend, serials, compactor = self.backend, self._serials, self._compactor
         length = self._text_length
         if isinstance(self.cache, KVCache):
-            body = self._model.base_model
+            body = body_of(self._model)
             batch = PagedBatch(self.cache, backend, body, serials, compactor, length)
         else:
             from kvcore_engine.generator.hf_grouped import GroupedBatch  # noqa: PLC0415 - few models need it
 
             batch = GroupedBatch(self.cache, backend, serials, compactor, self._model, length)
+        batch.spec = self._spec
         self._batches.append(batch)
         return batch
 
@@ -199,6 +203,7 @@ class PagedCache:
                 f"{self.backend.name!r} on {device}: move one to the other"
             )
             raise InputError(msg)
+        body_of(model)  # refuses a model without one, before anything is allocated
         blocks, block_size = self.cache.pool.blocks, self.cache.geometry.block_size
         spec, dtype = spec_of(model), dtype_of(model)
         if isinstance(self.cache, KVCache):
@@ -208,8 +213,8 @@ class PagedCache:
             from kvcore_engine.groups import group_layout  # noqa: PLC0415 - most have none
 
             self.backend.allocate(group_layout(spec, self.cache.groups, blocks, dtype))
-        self._model = model
-        self._text_length = TextLength.of(model.base_model, self.max_model_len)
+        self._model, self._spec = model, spec
+        self._text_length = TextLength.of(body_of(model), self.max_model_len)
 
     def _before(
         self, model: PreTrainedModel, given: tuple[Any, ...], named: dict[str, Any]

@@ -18,6 +18,7 @@ from kvcore_engine.generator._hf_model import (
     PackedCache,
     TextLength,
     attention_numbers,
+    body_of,
     layer_types,
     spec_of,
 )
@@ -49,7 +50,7 @@ class GroupedBatch(PagedBatch):
         model: PreTrainedModel,
         text_length: TextLength | None,
     ) -> None:
-        body = model.base_model
+        body = body_of(model)
         super().__init__(cache, backend, body, serials, compactor, text_length)  # type: ignore[arg-type]
         self._layers = GroupedLayers.from_groups(spec_of(model), cache.groups)
         self._numbers = attention_numbers(layer_types(model))

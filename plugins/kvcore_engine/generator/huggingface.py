@@ -247,6 +247,7 @@ class HuggingFace(SamplingGenerator):
         if length is not None:
             length.check(max(batch.positions))
         device, packed = self.network.device, PackedCache(attend, self._numbers)
+        packed.spec = self.spec
         with torch.no_grad(), nullcontext() if length is None else length.fixed():
             out = self.network(
                 input_ids=torch.tensor([batch.token_ids], device=device),

@@ -45,6 +45,10 @@ _BY_LAYER = {"head_dim", "v_head_dim", "num_attention_heads", "num_key_value_hea
 """Fields of attention that a layer may have of its own."""
 
 
+_ALIKE = {"num_experts_per_tok", "num_shared_expert"}
+"""Fields that may be a list with the same number for each layer."""
+
+
 @attrs.frozen
 class Config:
     """The fields of a config file; errors name file and field.
@@ -78,7 +82,10 @@ class Config:
         keys = (*((own,) if own else ()), name, *ALIASES.get(name, ()))
         self.known.update(keys)
         values = (self.fields[key] for key in keys if self.fields.get(key) is not None)
-        return next(values, self.defaults.get(name, default))
+        value = next(values, self.defaults.get(name, default))
+        if name in _ALIKE and isinstance(value, list) and value:
+            return value[0] if value == value[:1] * self.layers else value
+        return value
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Return an integer field, from `least` up to the largest that a model may have."""

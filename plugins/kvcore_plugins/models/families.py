@@ -327,9 +327,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
     "hunyuan_v1_moe": Family(
-        **_HUNYUAN,
+        **_HUNYUAN | {"only": _HUNYUAN["only"] | {"num_shared_expert": 1}},
         network=parts.beside,
         experts=Experts("num_experts", width="intermediate_size"),
+        known=named("moe_intermediate_size"),
     ),
     "jamba": Family(
         experts=Experts("num_experts", width="intermediate_size", optional=True),
