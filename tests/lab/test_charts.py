@@ -70,6 +70,13 @@ def test_a_line_of_many_points_has_no_markers():
     assert few.get_marker() not in {"None", ""}
 
 
+def test_a_band_is_within_the_axes():
+    """An axis reaches to the end of the highest band."""
+    lines = {"lru": [(1, 1.0), (2, 2.0)]}
+    panel = Panel("hits", lines, str, bands={"lru": [(0.5, 2.0), (1.0, 9.0)]})
+    assert drawn_lines(Chart("", "", "pool", [panel]))[0].axes.get_ylim()[1] > 9
+
+
 def test_thirty_lines_differ():
     """Thirty lines have thirty different pairs of colour and marker."""
     lines = {f"policy-{n}": [(1, n), (9, n)] for n in range(30)}
@@ -151,7 +158,14 @@ def test_a_sweep_of_compare_has_a_line_for_each_other_value(tmp_path):
     ]
     assert chart.panels[0].lines["lfu"] == points
     assert len(chart.panels[0].lines["lru"]) == 1
-    assert {"lru", "lfu", "blocks", "hits, of blocks", "160", "400"} <= texts(chart)
+    assert {
+        "lru",
+        "lfu",
+        "pool, blocks of 16 tokens",
+        "hits, of blocks",
+        "160",
+        "400",
+    } <= texts(chart)
 
 
 def test_a_sweep_of_simulate_has_a_panel_for_each_measure(tmp_path):

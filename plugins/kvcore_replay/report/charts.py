@@ -127,6 +127,7 @@ def _lines(axes: Axes, panel: Panel) -> None:
                 axes.fill_between(across, low, high, color=style["color"], alpha=0.15, lw=0)
             ends.append((*max(points), printable(shorten(name, NAME)), style["color"]))
     values = [value for points in panel.lines.values() for _, value in points]
+    values += (high for band in panel.bands.values() for _, high in band)
     if panel.bound is not None:
         name, bound = panel.bound
         values.append(bound)
@@ -207,7 +208,7 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None
             panel.text(value), (value, row), (3, 0), textcoords="offset points", va="center",
             fontsize=8,
         )  # fmt: skip
-    values = [*drawn.values()]
+    values = [*drawn.values(), *(high for band in panel.bands.values() for _, high in band)]
     if panel.bound is not None:
         name, bound = panel.bound
         values.append(bound)
