@@ -49,7 +49,7 @@ TIERS = " + tiers"
 
 
 def plot_chart(chart: Chart, form: str, *, small: bool = False) -> bytes:
-    """Return a chart as `png` or `svg` bytes; a `small` one has the first panel alone.
+    """Return a chart as `png`, `svg` or `pdf` bytes; a `small` one has the first panel alone.
 
     Raises:
         PluginError: matplotlib is not installed.
