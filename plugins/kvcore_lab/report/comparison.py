@@ -63,6 +63,7 @@ class ComparisonReport:
         residency: whether residency is reported, if it was measured.
         savings: whether the prefill that hits save, and the time of a request, are reported.
         grouped: whether pools have cache groups.
+        apart: whether the share of the optimum has columns of its own, as papers want it.
     """
 
     comparison: Comparison
@@ -74,6 +75,7 @@ class ComparisonReport:
     residency: bool = True
     savings: bool = False
     grouped: bool = False
+    apart: bool = False
 
     @property
     def sections(self) -> list[Section]:
@@ -121,7 +123,8 @@ class ComparisonReport:
             requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\n{self._nothing()}"
         size, accounting = self.comparison.rows[0].block_size, self.comparison.accounting
-        brackets = "; in brackets, the share of the optimum's hits" if self._ranked else ""
+        where = "beside it" if self.apart else "in brackets"
+        brackets = f"; {where}, the share of the optimum's hits" if self._ranked else ""
         return (
             f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
             f"The share of {'these' if self._unit == 'block' else 'their tokens'} that hit, by "
@@ -159,7 +162,21 @@ class ComparisonReport:
         table["infinite"] = [infinite] * len(sizes)
         what = "eviction" if self._unit == "block" else "checkpoint"
         headers = [what, *(f"{self._size(size):>5}" for size in sizes)]
-        return Table(headers, [[name, *cells] for name, cells in table.items()], (), split=True)
+        rows = [[name, *cells] for name, cells in table.items()]
+        if not self.apart:
+            return Table(headers, rows, (), split=True)
+        if self._ranked:
+            headers[1:] = [
+                text for size in headers[1:] for text in (size, f"{size}, of optimum")
+            ]
+            rows = [
+                [
+                    name,
+                    *(part.strip(" ()") for text in cells for part in text.partition("(")[::2]),
+                ]
+                for name, *cells in rows
+            ]
+        return Table(headers, rows, split=True)
 
     @property
     def saved(self) -> Table:
