@@ -92,8 +92,19 @@ class ComparisonReport:
 
     @property
     def _unit(self) -> str:
-        """The unit of hits: a checkpoint policy saves tokens, and blocks are many of them."""
-        return "token" if any(row.checkpoint for row in self.comparison.rows) else "block"
+        """The unit of hits: tokens of cache groups, whose blocks are many of them.
+
+        Their rows have a bound, which else there is in `keys` accounting alone.
+        """
+        rows, by_tokens = self.comparison.rows, self.comparison.accounting == "tokens"
+        bounded = by_tokens and any(row.eviction == Belady.name for row in rows)
+        return "token" if bounded or any(row.checkpoint for row in rows) else "block"
+
+    @property
+    def _what(self) -> str:
+        """The kind of the policies that the rows are named by."""
+        several = any(row.checkpoint for row in self.comparison.rows)
+        return "checkpoint" if several else "eviction"
 
     @property
     def _named(self) -> list[tuple[str, Row]]:
@@ -105,6 +116,8 @@ class ComparisonReport:
         return [
             (
                 "bound"
+                if row.eviction == Belady.name
+                else name
                 if row.checkpoint is None
                 else row.checkpoint
                 if len(evictions) == 1
@@ -160,8 +173,7 @@ class ComparisonReport:
                 table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
         infinite = _cell(self.comparison.infinite, self._unit)
         table["infinite"] = [infinite] * len(sizes)
-        what = "eviction" if self._unit == "block" else "checkpoint"
-        headers = [what, *(f"{self._size(size):>5}" for size in sizes)]
+        headers = [self._what, *(f"{self._size(size):>5}" for size in sizes)]
         rows = [[name, *cells] for name, cells in table.items()]
         if not self.apart:
             return Table(headers, rows, (), split=True)
@@ -188,8 +200,7 @@ class ComparisonReport:
             texts = format_seconds(row.saved_s), share(part), pace
             rows.append([name, self._size(row.blocks), *texts])
         unit = "blocks" if self.memory is None else "memory"
-        what = "eviction" if self._unit == "block" else "checkpoint"
-        return Table((what, unit, "prefill saved", "of all", "\u00b5s a request"), rows)
+        return Table((self._what, unit, "prefill saved", "of all", "\u00b5s a request"), rows)
 
     @property
     def pace(self) -> str:
