@@ -94,6 +94,7 @@ def test_a_policy_looks_alike_in_all_charts():
         assert looks(f"{name}:seed=1, 64")[f"{name}:seed=1, 64"] == every[name]
     variants = looks("lfu:half_life=1", "lfu:half_life=2", "lru")
     assert len(set(variants.values())) == 3
+    assert variants["lfu:half_life=2"] not in every.values()
 
 
 def test_ticks_of_a_curve_are_round_or_its_sizes():

@@ -177,7 +177,8 @@ def _line_of(name: str) -> tuple[str, str]:
 def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return the colour and the marker of each name: of a known policy, those it always has.
 
-    Of several lines of a policy that differ in its options the first has these.
+    Of several lines of a policy that differ in its options the first has these. The looks of
+    known policies are not lent beside them.
     """
     looks: dict[str, tuple[str, str]] = {}
     own = dict(zip(POLICIES, LOOKS, strict=False))
@@ -185,8 +186,7 @@ def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     for name in names:
         if look := (INK, ".") if is_bound(name) else own.pop(_policy_of(name), None):
             looks[name] = look
-    taken = {*looks.values()}
-    free = cycle([look for look in LOOKS if look not in taken] or LOOKS)
+    free = cycle(LOOKS[len(POLICIES) :] if looks else LOOKS)
     return {name: looks.get(name) or next(free) for name in names}
 
 

@@ -20,7 +20,7 @@ FORMS = ("png", "svg", "pdf")
 # Okabe and Ito, "Color Universal Design", 2008: colour-blind people can distinguish them.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 
-DARK = ("#332288", "#882255", "#117733", "#999933", "#661100", "#44AA99")
+DARK = ("#332288", "#117733", "#882255", "#999933", "#661100", "#44AA99")
 """Tol's colours, "Colour Schemes", 2021, for lines that are more than `COLOURS` has."""
 
 MARKERS = "osD^vP"
