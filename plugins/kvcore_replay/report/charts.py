@@ -184,7 +184,7 @@ def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     own = dict(zip(POLICIES, LOOKS, strict=False))
     names = [*dict.fromkeys(names)]
     for name in names:
-        if look := (INK, ".") if is_bound(name) else own.pop(_policy_of(name), None):
+        if look := (INK, ".") if is_bound(name) else own.pop(policy_of(name), None):
             looks[name] = look
     free = cycle(LOOKS[len(POLICIES) :] if looks else LOOKS)
     return {name: looks.get(name) or next(free) for name in names}
@@ -236,10 +236,10 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
 
 def is_bound(name: str) -> bool:
     """Return True if a line is that of the optimum, which is black."""
-    return _policy_of(name) in Belady.names
+    return policy_of(name) in Belady.names
 
 
-def _policy_of(name: str) -> str:
+def policy_of(name: str) -> str:
     """Return the policy in the name of a line."""
     return re.split("[:,]| ", name)[0]
 

@@ -514,7 +514,7 @@ quality --budget 0 | budget 0: give shares
 quality --needles 200 | 200 needles in 512 tokens of 1024 token ids
 quality --generator sincos:layers=1 | generator 'sincos' has no logits
 quality --generator huggingface:model=./nowhere | there is no such folder
-quality --plot q.gif | --plot q.gif: a name says what is drawn; end it with one of .png, .svg, .pdf
+quality --plot q.gif | q.gif: a name says what is drawn; end it with one of .png, .svg, .pdf
 quality --plot - | '--plot': a file is needed, not '-'
 quality --text good.jsonl --texts 99 | 99 texts of 576 tokens need
 quality --text nowhere.txt | nowhere.txt: cannot be read: No such file or directory
