@@ -251,8 +251,8 @@ class ReplayOptions(TypedDict, total=False):
     by default: all layers keep all tokens."""
     checkpoint: str | Iterable[str] | None
     """The checkpoint policies of these groups, as text: each is compared with each eviction
-    policy. With them there is a bound: what full attention alone could hit in the pool. None:
-    the default alone, without a bound."""
+    policy. None: the default alone. The last row of a size is a bound: what full attention
+    alone could hit in the pool."""
     recompute: PrefillCost | None
     """The seconds to compute a block again, for policies that weigh them; None: those of
     Llama 3.1 8B on an H100."""
@@ -299,15 +299,7 @@ def compare_policies(
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, setup, trace)
-    checkpoints = options.get("checkpoint")
-    if checkpoints is not None:
-        if not setup.groups:
-            msg = (
-                "checkpoint policies are those of cache groups: give the memory of a pool of a "
-                "model that has them, in tokens accounting"
-            )
-            raise InputError(msg)
-        candidates = with_checkpoints(candidates, checkpoints, plugins)
+    candidates = _in_groups(candidates, options.get("checkpoint"), setup, plugins)
     check_jobs(jobs)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
@@ -772,6 +764,36 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
         msg = f"there is no pool {purpose}: give at least one size"
         raise InputError(msg)
     return list(dict.fromkeys(map(int, sizes)))
+
+
+def _in_groups(
+    candidates: list[Candidate],
+    checkpoints: str | Iterable[str] | None,
+    setup: ReplaySetup,
+    plugins: Plugins,
+) -> list[Candidate]:
+    """Return candidates with each checkpoint policy, and the bound of cache groups, if any.
+
+    Raises:
+        InputError, PluginError: as `with_checkpoints`; or there are no groups, or two policies
+            both choose what leaves.
+    """
+    if not setup.groups:
+        if checkpoints is None:
+            return candidates
+        msg = (
+            "checkpoint policies are those of cache groups: give the memory of a pool of a "
+            "model that has them, in tokens accounting"
+        )
+        raise InputError(msg)
+    if checkpoints is None:
+        return [*candidates, Candidate.bound(Belady(bypass=True))]
+    candidates = with_checkpoints(candidates, checkpoints, plugins)
+    bare = attrs.evolve(setup, put_tiers=None)
+    for policy in candidates:
+        if policy.optimum is None:  # a pair that no cache takes is refused before any replay
+            bare.grouped(policy.build(), MOST_BLOCKS, policy.make_checkpoint())
+    return candidates
 
 
 def _check(

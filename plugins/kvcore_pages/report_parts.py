@@ -6,7 +6,7 @@ import shlex
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any, TypeAlias
 
 import attrs
@@ -14,7 +14,7 @@ import attrs
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 from kvcore_cli.report.tables import share
-from kvcore_replay.report.charts import as_percent, is_bound
+from kvcore_replay.report.charts import POLICIES, as_percent, is_bound, policy_of
 from kvcore_replay.report.whatif import config_text
 
 Document: TypeAlias = Mapping[str, Any]
@@ -25,6 +25,9 @@ DASHES = ("solid", "dash", "dot")
 
 COLOURS = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 """Names of colours in shell.css, in the order of lines."""
+
+PLACES = {name: place for place, name in enumerate(POLICIES[: len(COLOURS) - 1])}
+"""The places among the colours of the policies that have one of them in plots too."""
 
 MOST_ROWS = 24
 """Largest number of rows of the table with the numbers of a chart."""
@@ -280,9 +283,15 @@ def panel_lines(
     """
     _, factor = UNITS.get(panel.text, ("", 1))
     lines = []
+    for name in panel.lines:  # policies first have the colours that they have in plots
+        own = PLACES.get(policy_of(name))
+        if own is not None and own not in colours.values():
+            colours.setdefault(name, own)
     for name, points in panel.lines.items():
         if points:
-            row, column = divmod(colours.setdefault(name, len(colours)), len(COLOURS))
+            if name not in colours:
+                colours[name] = next(n for n in count() if n not in colours.values())
+            row, column = divmod(colours[name], len(COLOURS))
             colour = "ink" if is_bound(name) else COLOURS[column]
             x, y = zip(*sorted(points), strict=True)
             shares = [factor * value for value in y]

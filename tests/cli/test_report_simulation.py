@@ -139,6 +139,22 @@ def test_the_headline_names_workload_model_and_devices():
     ]
 
 
+def test_the_headline_says_where_the_pool_is_the_limit():
+    """With a low load and a full pool, a TTFT that is mostly waiting is explained."""
+    spread = dict.fromkeys(("p50", "p90", "p95", "p99"), 1.0)
+    times = {"ttft_s": spread | {"mean": 353.0}, "queue_s": spread | {"mean": 352.0}}
+    full = summary()["pool"] | {"active": {"mean": 8.0, "peak": 10}}
+    said = "The pool is the limit, not compute: of a mean TTFT of 353 s, 352 s are waiting"
+    assert said in SimulationReport(summary(**times, pool=full), CONFIG).headline
+    for other in (
+        {"pool": full | {"active": {"mean": 1.0, "peak": 10}}},
+        {"offered_load": 1.5},
+        {"queue_s": spread | {"mean": 100.0}},
+    ):
+        changed = {"pool": full, **times, **other}
+        assert "limit" not in SimulationReport(summary(**changed), CONFIG).headline
+
+
 def test_the_headline_has_the_reason_of_rejections():
     """The headline gives the reason of the first rejection."""
     report = SimulationReport(

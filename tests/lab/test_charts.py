@@ -8,13 +8,14 @@ import attrs
 import pytest
 
 from kvcore import InputError, compare, plan
+from kvcore.plugins import Plugins
 from kvcore.sections import Chart, Panel
 from kvcore_lab.report.comparison import ComparisonReport
 from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.report.sweep import SweepReport, chart_axis
 from kvcore_lab.sweep import Grid, Journal, Plan, sweep
 from kvcore_lab.sweep.executors import ThisProcess
-from kvcore_replay.report.charts import _draw, plot_chart, spread
+from kvcore_replay.report.charts import _draw, is_bound, plot_chart, spread
 
 pytest.importorskip("matplotlib")
 
@@ -62,12 +63,60 @@ def drawn_lines(chart):
     return axes.lines
 
 
-def test_a_line_of_many_points_has_no_markers():
-    """A line that is known at many places has no markers; another has one at each point."""
+def test_a_line_of_many_points_has_markers_where_others_were_computed():
+    """A line that is known at many places has markers at those of others, which are thinner.
+
+    By itself it has none.
+    """
     lines = {"many": [(x, x) for x in range(1, 101)], "few": [(1, 2), (9, 8)]}
     many, few = drawn_lines(Chart("", "", "pool", [Panel("hits", lines, str)]))
-    assert many.get_marker() == "None"
+    assert many.get_markevery() == [0, 8]
     assert few.get_marker() not in {"None", ""}
+    assert few.get_linewidth() < many.get_linewidth()
+    (alone,) = drawn_lines(Chart("", "", "pool", [Panel("hits", {"many": lines["many"]}, str)]))
+    assert alone.get_marker() == "None"
+
+
+def test_a_policy_looks_alike_in_all_charts():
+    """A policy has its colour and marker whatever else is drawn; all of kvcore's differ."""
+    points = [(1, 1), (9, 1)]
+
+    def looks(*names):
+        panel = Panel("hits", dict.fromkeys(names, points), str)
+        drawn = drawn_lines(Chart("", "", "pool", [panel]))
+        return {n: (d.get_color(), d.get_marker()) for n, d in zip(names, drawn, strict=False)}
+
+    names = [name for name in Plugins().names("eviction") if not is_bound(name)]
+    every = looks(*names)
+    assert len(set(every.values())) == len(names)
+    for name in names:
+        assert looks("mine.py:Own", name)[name] == every[name]
+        assert looks(f"{name}:seed=1, 64")[f"{name}:seed=1, 64"] == every[name]
+    variants = looks("lfu:half_life=1", "lfu:half_life=2", "lru")
+    assert len(set(variants.values())) == 3
+    assert variants["lfu:half_life=2"] not in every.values()
+
+
+def test_ticks_of_a_curve_are_round_or_its_sizes():
+    """Few computed sizes are the ticks of a curve; else these are round, also of bytes."""
+    many = [(x, x) for x in range(30, 30_001)]
+    few = [(31, 1), (1933, 2)]
+
+    def ticks(text=lambda value: f"{value:,.0f}", **lines):
+        drawn = drawn_lines(Chart("", "", "pool", [Panel("hits", lines, str)], text))
+        return [label.get_text() for label in drawn[0].axes.get_xticklabels()]
+
+    assert ticks(lru=many, hazard=few) == ["1,933", "31"]
+    for found in (ticks(lru=many), ticks(lambda value: f"{value / 7:.0f} GiB", lru=many)):
+        assert len(found) > 4
+        assert all(len(re.sub("[^0-9]", "", text).strip("0")) == 1 for text in found)
+
+
+def test_a_band_is_within_the_axes():
+    """An axis reaches to the end of the highest band."""
+    lines = {"lru": [(1, 1.0), (2, 2.0)]}
+    panel = Panel("hits", lines, str, bands={"lru": [(0.5, 2.0), (1.0, 9.0)]})
+    assert drawn_lines(Chart("", "", "pool", [panel]))[0].axes.get_ylim()[1] > 9
 
 
 def test_thirty_lines_differ():
@@ -151,7 +200,14 @@ def test_a_sweep_of_compare_has_a_line_for_each_other_value(tmp_path):
     ]
     assert chart.panels[0].lines["lfu"] == points
     assert len(chart.panels[0].lines["lru"]) == 1
-    assert {"lru", "lfu", "blocks", "hits, of blocks", "160", "400"} <= texts(chart)
+    assert {
+        "lru",
+        "lfu",
+        "pool, blocks of 16 tokens",
+        "hits, of blocks",
+        "160",
+        "400",
+    } <= texts(chart)
 
 
 def test_a_sweep_of_simulate_has_a_panel_for_each_measure(tmp_path):

@@ -1,10 +1,11 @@
 """Comparisons of policies in the cache groups of a model."""
 
 import re
+from contextlib import contextmanager
 from itertools import islice
 
 import pytest
-from helpers.commands import error_of, json_of
+from helpers.commands import error_of, json_of, run_here
 
 import kvcore
 from kvcore import InputError
@@ -28,11 +29,41 @@ def test_rows_are_replays_of_groups():
     cache = GroupedCache(GROUPS, 900)
     for request in source:
         cache.compute(request, 8192)
-    lru, arc = comparison.rows
+    lru, arc, bound = comparison.rows
     assert lru.hit_ratio == cache.stats.ratios()
     assert lru.evicted_blocks == cache.evicted_blocks > 0
     assert arc.hit_blocks > 0
-    assert comparison.infinite.hit_blocks >= lru.hit_blocks
+    assert comparison.infinite.hit_blocks >= bound.hit_blocks >= lru.hit_blocks
+
+
+def test_groups_are_counted_alike_with_and_without_checkpoint_policies():
+    """The default checkpoint policy has the rows that it has without `--checkpoint`."""
+    command = "compare --model gpt-oss-20b --memory 4GiB --accounting tokens --limit 60"
+    without, named = (
+        run_here(*command.split(), "--eviction", "lru", *more).stdout.splitlines()
+        for more in ((), ("--checkpoint", "default"))
+    )
+    assert [line.split()[0] for line in without[4:7]] == ["lru", "bound", "infinite"]
+    assert [line.split()[1:] for line in without[4:7]] == [
+        line.split()[1:] for line in named[4:7]
+    ]
+    assert without[1] == named[1]
+
+
+def test_two_policies_that_choose_are_refused_before_a_replay():
+    """A checkpoint policy that chooses what leaves is refused beside `arc` before any row."""
+    ticks = []
+
+    @contextmanager
+    def progress(*_):
+        yield ticks.append
+
+    options = {"memory": "1GiB", "model": "qwen3-next-80b-a3b", "accounting": "tokens"}
+    with pytest.raises(InputError, match="'arc': checkpoint 'marconi' chooses what leaves"):
+        kvcore.compare(
+            "mooncake", "lru,arc", checkpoint="default,marconi", progress=progress, **options
+        )
+    assert ticks == []
 
 
 def test_rows_with_tiers_are_replays_above_them():
@@ -40,10 +71,11 @@ def test_rows_with_tiers_are_replays_above_them():
     source, tier = list(islice(Mooncake(), 300)), "host:memory=4MiB"
 
     def below(cache):
-        return GroupTiers(cache, [tier], 1024)
+        kind = GroupTiers if cache.grouped else Tiers  # the bound counts the slots of one pool
+        return kind(cache, [tier], 1024)
 
     options = {"accounting": "tokens", "block_size": 512, "groups": GROUPS, "tiers": below}
-    (row,) = compare_policies(source, "lru", 300, **options).rows
+    row, _ = compare_policies(source, "lru", 300, **options).rows
     cache = GroupedCache(GROUPS, 300)
     tiers = below(cache)
     hits = replay_groups(source, cache)
@@ -71,10 +103,10 @@ def test_a_bound_with_tiers_is_that_of_both():
 def test_a_tier_has_slots_as_large_as_blocks_of_the_groups():
     """On the command line, and in Python, a tier of a model has the slots of its groups."""
     options = {"memory": "4GiB", "model": "gpt-oss-20b", "accounting": "tokens", "limit": 40}
-    (row,) = kvcore.compare("mooncake", "lru", tier="host:memory=1GiB", **options).rows
+    row, _ = kvcore.compare("mooncake", "lru", tier="host:memory=1GiB", **options).rows
     command = " ".join(f"--{name} {value}" for name, value in options.items())
     command = f"compare {command} --eviction lru --tier host:memory=1GiB --json"
-    (shown,) = json_of(*command.split())["rows"]
+    shown, _ = json_of(*command.split())["rows"]
     assert row.tiers[0]["slots"] == shown["tiers"][0]["slots"] == 2**30 // (512 * 12 * 2048)
     assert row.reused_blocks == shown["reused_blocks"]
 
@@ -82,7 +114,7 @@ def test_a_tier_has_slots_as_large_as_blocks_of_the_groups():
 def test_memory_in_tokens_is_that_of_the_groups_of_the_model():
     """In tokens, the same memory has more and smaller blocks than with all layers as one."""
     options = {"memory": "64GiB", "model": "gemma-3-12b", "accounting": "tokens", "limit": 2000}
-    (groups,) = kvcore.compare("mooncake", "lru", **options).rows
+    groups, _ = kvcore.compare("mooncake", "lru", **options).rows
     (one,) = kvcore.compare(
         "mooncake", "lru", disable_hybrid_kv_cache_manager=True, **options
     ).rows
@@ -94,7 +126,7 @@ def test_groups_with_blocks_of_several_sizes_are_compared_by_lru():
     """Without `--eviction`, a row has the one policy that such groups can have."""
     options = ("--model", "deepseek-v4-flash", "--memory", "8GiB", "--accounting", "tokens")
     document = json_of("compare", *options, "--limit", "50", "--json")
-    assert {row["eviction"] for row in document["rows"]} == {"lru"}
+    assert {row["eviction"] for row in document["rows"]} == {"lru", "optimum"}
 
 
 def test_the_document_has_the_groups():
@@ -122,7 +154,7 @@ def test_curves_have_the_hits_of_rows():
     rows = compare_policies(source, "lru,arc", sizes, **options).rows
     curves = curve(source, "lru,arc", sizes, **options)
     assert [hits for line in curves.curves for hits in line.hit_blocks] == [
-        row.hit_blocks for row in rows
+        row.hit_blocks for row in rows if row.eviction != "optimum"
     ]
     with pytest.raises(InputError, match="groups are counted in tokens"):
         curve(source, "lru", sizes, groups=GROUPS)

@@ -18,6 +18,7 @@ from kvcore_lab.comparison import Source
 from kvcore_lab.curves.mrc import Curve, Curves, Steps
 from kvcore_lab.report.mrc import CurvesReport, percent
 from kvcore_replay.report.charts import plot_chart
+from kvcore_replay.report.figure import FORMS
 
 PNG = b"\x89PNG\r\n"
 LAYOUT = KVLayout(find_model("llama-3.1-8b"), "fp16", 16)
@@ -127,7 +128,7 @@ def test_percent_has_two_significant_digits(share, text):
     assert percent(share) == text
 
 
-@pytest.mark.parametrize("form", ["png", "svg"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout", [None, LAYOUT])
 def test_plots_of_equal_curves_have_equal_bytes(form, layout):
     """Plotting the same curves twice gives the same bytes."""

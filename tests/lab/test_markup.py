@@ -1,5 +1,7 @@
 """Reports as Markdown and LaTeX."""
 
+import json
+
 import pytest
 from helpers.commands import run_here
 
@@ -49,6 +51,33 @@ def test_latex_has_tables_of_booktabs():
         r"\bottomrule",
         r"\end{tabular}",
     ]
+
+
+def test_headers_differ():
+    """A header that there was before has the one before it."""
+    table = Table(["hits", "95 %", "to the first", "95 % "], [["1", "2", "3", "4"]])
+    assert (
+        markdown([table]).splitlines()[0]
+        == "| hits | 95 % | to the first | to the first, 95 % |"
+    )
+    assert r"hits & 95 \% & to the first & to the first, 95 \% \\" in latex([table])
+
+
+def test_a_comparison_has_one_figure_a_column():
+    """In LaTeX the share of the optimum is a column beside the hits; all are flush right."""
+    words = "zipf:requests=60", "--eviction", "lru,optimum", "--blocks", "50,200"
+    document = json.loads(run_here("compare", *words, "--json").stdout)
+    text = run_here("compare", *words, "--latex").stdout
+    assert r"\begin{tabular}{lrrrr}" in text
+    assert "eviction & 50 & 50, of optimum & 200 & 200, of optimum" in text
+    figures = [
+        rf"{100 * part:.{digits}f}\%"
+        for row in document["rows"]
+        if row["eviction"] == "lru"
+        for part, digits in ((row["hit_ratio"]["block"], 1), (row["share_of_optimum"], 0))
+    ]
+    assert rf"lru & {' & '.join(figures)} \\" in text
+    assert "beside it, the share of the optimum's hits" in text
 
 
 @pytest.mark.parametrize(("flag", "begin"), [("--markdown", "| "), ("--latex", r"\begin{tab")])

@@ -6,6 +6,7 @@ import csv
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from kvcore import InputError, PluginError
@@ -158,6 +159,24 @@ def test_a_chart_has_a_band_of_the_seeds():
     assert low < 0.1
     assert high > 0.3
     assert narrow == (0.4, 0.4)
+
+
+def test_a_chart_has_the_bands_of_a_bootstrap():
+    """With intervals a line of a chart has those of its table, and its axis the block size."""
+    grid = Grid("compare", blocks=[10, 20], eviction=["lru"])
+    parts = [
+        {"hit_ratio_block": ([low, high] * 10, [1] * 20)} for low, high in ((0, 1), (1, 1))
+    ]
+    rows = [row | {"block_size": 64} for row in untimed(grid, 0.5, 1.0).rows]
+    report = SweepReport(Sweep(grid, rows, 0, 2, parts), intervals=True)
+    chart = report.chart("blocks")
+    (panel,) = chart.panels
+    (low, high), narrow = panel.bands["most hits"]
+    assert 0 < low < 0.5 < high < 1
+    assert narrow == (1, 1)
+    assert report.tables[0].rows[0][-3] == f"{low:.1%} to {high:.1%}"
+    assert chart.across == "pool, blocks of 64 tokens"
+    assert attrs.evolve(report, intervals=False).chart("blocks").panels[0].bands == {}
 
 
 def test_a_chart_has_a_panel_for_each_workload():

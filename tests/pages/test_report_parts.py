@@ -9,6 +9,7 @@ from pathlib import Path
 from helpers.traces import BLOCK, ask
 
 from kvcore import KVCache, Trace
+from kvcore.sections import Panel
 from kvcore_pages import shell
 from kvcore_pages.report import _labels
 from kvcore_pages.report_documents import seen_grid
@@ -18,6 +19,7 @@ from kvcore_pages.report_parts import (
     chart,
     command,
     distributions,
+    panel_lines,
     recorded,
     settings,
     table,
@@ -135,3 +137,11 @@ def test_data_of_a_page_is_the_same_by_each_python(monkeypatch):
     monkeypatch.setattr("gzip.compress", newer)
     assert shell._block("x", {"a": 1}) == made
     assert gzip.decompress(b64decode(re.search(">(.*)<", made)[1])) == b'{"a":1}'
+
+
+def test_a_policy_has_the_colour_that_it_has_in_plots():
+    """Common policies have one colour each on all pages; the others have what is left."""
+    points = ((1, 0.1), (2, 0.2))
+    panel = Panel("hits", dict.fromkeys(("mine", "arc", "lru", "optimum"), points), str)
+    colours = {line.name: line.colour for line in panel_lines(panel, {})}
+    assert colours == {"mine": "orange", "arc": "green", "lru": "blue", "optimum": "ink"}

@@ -60,3 +60,18 @@ def test_a_comparison_names_the_policy_that_saves_most():
     report = " ".join(run_here(*asked).stdout.split())
     assert "Prefix caching saves up to " in report
     assert f"in all: {best['eviction']} with {best['blocks']:,} blocks." in report
+
+
+def test_a_comparison_and_an_explanation_have_one_prefill(tmp_path):
+    """`explain` says the prefill of a run that `compare` says: that of prompts, not of keys."""
+    trace = tmp_path / "run.jsonl"
+    log = ("compare", "mooncake", "--limit", "60", "--blocks", "400", "--eviction", "lru")
+    compared = json.loads(run_here(*log, "--trace", str(trace), "--json").stdout)
+    told = json.loads(run_here("explain", str(trace), "--summary", "--json").stdout)
+    assert told["prompt_tokens"] == compared["infinite"]["lookup_blocks"] * 512
+    assert told["prefill_s"] == pytest.approx(compared["infinite"]["prefill_s"], abs=1e-3)
+    assert told["saved_s"] == pytest.approx(compared["rows"][0]["saved_s"], abs=1e-3)
+    lost = sum(each["prefill_s"] for each in told["lost"].values())
+    assert told["saved_s"] + lost == pytest.approx(told["prefill_s"])
+    report = run_here("explain", str(trace), "--summary").stdout
+    assert f"Of {told['prompt_tokens']:,} tokens of keys, " in report

@@ -86,6 +86,9 @@ def overload(
 
 COLUMNS = Percentiles._fields
 
+FULL = 0.9
+"""Share of the blocks from which a pool counts as full at its peak."""
+
 WIDTH = 48
 """Number of bars in the line that shows the pool over time."""
 
@@ -225,7 +228,27 @@ class SimulationReport(NamedTuple):
         lines = [run, self._pool, *config.get("notes", ())]
         if load is not None:
             lines.append(f"Load: at least {load:.2f} of what this deployment can do.")
+            if load < 1 and self._waits_for_blocks:
+                ttft, waits = (
+                    format_seconds(summary[key]["mean"]) for key in ("ttft_s", "queue_s")
+                )
+                lines.append(
+                    f"The pool is the limit, not compute: of a mean TTFT of {ttft}, {waits} "
+                    "are waiting for room in it. More K/V memory, or GPUs, helps first."
+                )
         return "\n".join([*lines, self._ended()])
+
+    @property
+    def _waits_for_blocks(self) -> bool:
+        """Whether most of the TTFT is waiting, while most blocks are held most of the time."""
+        ttft, waits = (self.summary[key] for key in ("ttft_s", "queue_s"))
+        blocks, active = (
+            self.summary.get("pool", {}).get(name) for name in ("blocks", "active")
+        )
+        if not (ttft and waits and blocks and active and active["mean"]):
+            return False
+        full = active["mean"] >= blocks / 2 and active["peak"] >= FULL * blocks
+        return bool(full and waits["mean"] >= ttft["mean"] / 2)
 
     @property
     def times(self) -> list[TableRow]:

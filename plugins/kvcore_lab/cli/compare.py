@@ -193,6 +193,7 @@ def compare(workload: str | None, **given: Any) -> None:
             residency=given["residency"],
             savings=given["savings"],
             grouped=plan is not None,
+            apart=given["markup"] is not None,
         )
         write_plot(report.chart())
     if as_json:

@@ -120,7 +120,7 @@ def sweep(
             for table in tables:
                 write_table(result, table)
             if axis is not None:
-                write_plot(SweepReport(result).chart(axis))
+                write_plot(SweepReport(result, intervals=intervals).chart(axis))
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
         raise

@@ -79,7 +79,7 @@ def _conditions(
 @shared("scheduler")
 @batching_options
 @file_option("--csv", help="CSV file for the rows.")
-@picture_option("-o", "--out", help="File for a plot: .png or .svg.")
+@picture_option("-o", "--out", help="File for a plot: .png, .svg or .pdf.")
 @json_option
 @click.pass_context
 def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:

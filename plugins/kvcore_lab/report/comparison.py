@@ -63,6 +63,7 @@ class ComparisonReport:
         residency: whether residency is reported, if it was measured.
         savings: whether the prefill that hits save, and the time of a request, are reported.
         grouped: whether pools have cache groups.
+        apart: whether the share of the optimum has columns of its own, as papers want it.
     """
 
     comparison: Comparison
@@ -74,6 +75,7 @@ class ComparisonReport:
     residency: bool = True
     savings: bool = False
     grouped: bool = False
+    apart: bool = False
 
     @property
     def sections(self) -> list[Section]:
@@ -90,8 +92,19 @@ class ComparisonReport:
 
     @property
     def _unit(self) -> str:
-        """The unit of hits: a checkpoint policy saves tokens, and blocks are many of them."""
-        return "token" if any(row.checkpoint for row in self.comparison.rows) else "block"
+        """The unit of hits: tokens of cache groups, whose blocks are many of them.
+
+        Their rows have a bound, which else there is in `keys` accounting alone.
+        """
+        rows, by_tokens = self.comparison.rows, self.comparison.accounting == "tokens"
+        bounded = by_tokens and any(row.eviction == Belady.name for row in rows)
+        return "token" if bounded or any(row.checkpoint for row in rows) else "block"
+
+    @property
+    def _what(self) -> str:
+        """The kind of the policies that the rows are named by."""
+        several = any(row.checkpoint for row in self.comparison.rows)
+        return "checkpoint" if several else "eviction"
 
     @property
     def _named(self) -> list[tuple[str, Row]]:
@@ -103,6 +116,8 @@ class ComparisonReport:
         return [
             (
                 "bound"
+                if row.eviction == Belady.name
+                else name
                 if row.checkpoint is None
                 else row.checkpoint
                 if len(evictions) == 1
@@ -121,7 +136,8 @@ class ComparisonReport:
             requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\n{self._nothing()}"
         size, accounting = self.comparison.rows[0].block_size, self.comparison.accounting
-        brackets = "; in brackets, the share of the optimum's hits" if self._ranked else ""
+        where = "beside it" if self.apart else "in brackets"
+        brackets = f"; {where}, the share of the optimum's hits" if self._ranked else ""
         return (
             f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
             f"The share of {'these' if self._unit == 'block' else 'their tokens'} that hit, by "
@@ -157,9 +173,22 @@ class ComparisonReport:
                 table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
         infinite = _cell(self.comparison.infinite, self._unit)
         table["infinite"] = [infinite] * len(sizes)
-        what = "eviction" if self._unit == "block" else "checkpoint"
-        headers = [what, *(f"{self._size(size):>5}" for size in sizes)]
-        return Table(headers, [[name, *cells] for name, cells in table.items()], (), split=True)
+        headers = [self._what, *(f"{self._size(size):>5}" for size in sizes)]
+        rows = [[name, *cells] for name, cells in table.items()]
+        if not self.apart:
+            return Table(headers, rows, (), split=True)
+        if self._ranked:
+            headers[1:] = [
+                text for size in headers[1:] for text in (size, f"{size}, of optimum")
+            ]
+            rows = [
+                [
+                    name,
+                    *(part.strip(" ()") for text in cells for part in text.partition("(")[::2]),
+                ]
+                for name, *cells in rows
+            ]
+        return Table(headers, rows, split=True)
 
     @property
     def saved(self) -> Table:
@@ -171,8 +200,7 @@ class ComparisonReport:
             texts = format_seconds(row.saved_s), share(part), pace
             rows.append([name, self._size(row.blocks), *texts])
         unit = "blocks" if self.memory is None else "memory"
-        what = "eviction" if self._unit == "block" else "checkpoint"
-        return Table((what, unit, "prefill saved", "of all", "\u00b5s a request"), rows)
+        return Table((self._what, unit, "prefill saved", "of all", "\u00b5s a request"), rows)
 
     @property
     def pace(self) -> str:

@@ -40,6 +40,14 @@ def _markdown(text: str) -> str:
     return re.sub(r"^[-+#](?= )|[\\`*<|\[\]]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
 
 
+def _headers(table: Table) -> list[str]:
+    """Return the headers of a table; one that there was has that before it, for its name."""
+    headers: list[str] = []
+    for header in map(str.strip, table.headers):
+        headers.append(f"{headers[-1]}, {header}" if header in headers else header)
+    return headers
+
+
 def _markdown_table(table: Table) -> str:
     """Return a table with pipes."""
 
@@ -47,7 +55,7 @@ def _markdown_table(table: Table) -> str:
         return f"| {' | '.join(_markdown(str(cell).strip()) for cell in cells)} |"
 
     rule = ["---:" if header in table.flush_right else "---" for header in table.headers]
-    return "\n".join([line(table.headers), line(rule), *map(line, table.rows)])
+    return "\n".join([line(_headers(table)), line(rule), *map(line, table.rows)])
 
 
 def _latex(text: str) -> str:
@@ -67,7 +75,7 @@ def _latex_table(table: Table) -> str:
         [
             f"\\begin{{tabular}}{{{columns}}}",
             r"\toprule",
-            line(table.headers),
+            line(_headers(table)),
             r"\midrule",
             *map(line, table.rows),
             r"\bottomrule",

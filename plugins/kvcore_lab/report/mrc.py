@@ -210,12 +210,12 @@ class CurvesReport:
 
 
 def _points(curve: Curve) -> Iterable[tuple[int, int]]:
-    """Return sizes of the pool and their hits, in equal ratios if every size is known."""
+    """Return sizes of the pool and hits; more, in equal ratios, if every size is known."""
     if curve.steps is None:
         return zip(curve.blocks, curve.hit_blocks, strict=True)
     low, ratio = curve.blocks[0], curve.blocks[-1] / curve.blocks[0]
     sizes = (round(low * ratio ** (step / DENSE)) for step in range(DENSE + 1))
-    return [(size, curve.steps.at(size)) for size in dict.fromkeys(sizes)]
+    return [(size, curve.steps.at(size)) for size in sorted({*sizes, *curve.blocks})]
 
 
 def percent(share: float) -> str:

@@ -174,7 +174,7 @@ class PlaneReport:
             yield attrs.asdict(point) | shares
 
     def contours(self, form: str) -> bytes:
-        """Return contours of hits and saved time over both sizes, as `png` or `svg` bytes.
+        """Return contours of hits and saved time over both sizes, as a file of `FORMS`.
 
         Raises:
             InputError: there is one size of the pool or of the tier, so there are no contours.

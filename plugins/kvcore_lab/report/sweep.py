@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from math import isclose, prod
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,7 @@ class SweepReport:
     def chart(self, axis: str) -> Chart:
         """Return a chart of the cells over the values of an axis, as `chart_axis` allows it.
 
-        Cells that failed have no point.
+        Cells that failed have no point. Bands are over the seeds, or by a bootstrap.
         """
         sweep, grid = self.sweep, self.sweep.grid
         names = [name for name in grid.varied if name not in (axis, "seed", "workload")]
@@ -277,9 +277,11 @@ class SweepReport:
         if several and len(sources) * len(measures) > MOST_PANELS:
             measures = measures[:1]
         panels = []
+        drawn = sweep.shares if self.intervals and "seed" not in grid.varied else ()
         for source, measure in product(sources if several else [None], measures):
             values: dict[str, dict[float, list[float]]] = {}
-            for row in sweep.rows:
+            ends: dict[tuple[str, float], tuple[float, float]] = {}
+            for row, parts in zip_longest(sweep.rows, drawn):
                 if source is not None and row["workload"] != source:
                     continue
                 name = ", ".join(written(column, row) for column in names) or measure.title
@@ -288,13 +290,19 @@ class SweepReport:
                 if value is not None and size is not None:
                     tokens = row["block_size"] if axis == "blocks" and sized else 1
                     points.setdefault(size * tokens, []).append(value)
+                    if own := (parts or {}).get(measure.column):
+                        ends[name, size * tokens] = bootstrap(own)
             of = "" if source is None else f"{shorten(str(source), 40)}: "
-            panels.append(_panel(f"{of}{measure.label}", values, measure))
+            panels.append(_panel(f"{of}{measure.label}", values, measure, ends))
         if not panels:
             panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
         write_x = _bytes if axis == "memory" else format_number
-        across = "pool, tokens" if axis == "blocks" and sized else axis
-        return Chart(self.headline.partition(". ")[0], self.setup, across, panels, write_x)
+        across = axis
+        if axis == "blocks":
+            size = sweep.rows[0].get("block_size")
+            across = "pool, tokens" if sized else f"pool, blocks of {size} tokens"
+        title = self.headline.partition(". ")[0].removesuffix(".")
+        return Chart(title, self.setup, across, panels, write_x)
 
     @property
     def _competing(self) -> list[str]:
@@ -389,15 +397,23 @@ class SweepReport:
 
 
 def _panel(
-    label: str, values: Mapping[str, Mapping[float, list[float]]], measure: Measure
+    label: str,
+    values: Mapping[str, Mapping[float, list[float]]],
+    measure: Measure,
+    ends: Mapping[tuple[str, float], tuple[float, float]],
 ) -> Panel:
-    """Return a panel with the mean of the values at each place, and a band of several."""
+    """Return a panel with the mean of the values at each place, and a band.
+
+    The band is that of several values, or has the ends that are given by line and place.
+    """
     lines: dict[str, list[tuple[float, float]]] = {}
     bands: dict[str, list[tuple[float, float]]] = {}
     for name, values_at in values.items():
         means = {x: Interval.from_values(values) for x, values in values_at.items()}
         lines[name] = [(x, mean.mean) for x, mean in means.items()]
-        if any(mean.half is not None for mean in means.values()):
+        if ends:
+            bands[name] = [ends.get((name, x), (mean.mean,) * 2) for x, mean in means.items()]
+        elif any(mean.half is not None for mean in means.values()):
             bands[name] = [
                 (mean.mean - (mean.half or 0), mean.mean + (mean.half or 0))
                 for mean in means.values()

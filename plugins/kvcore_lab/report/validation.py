@@ -141,7 +141,7 @@ class ValidationReport:
         writer.writerows(rows)
 
     def plot(self, form: str) -> bytes:
-        """Return a plot as `png` or `svg` bytes: simulated over measured, on log axes.
+        """Return a plot as `png`, `svg` or `pdf` bytes: simulated over measured, on log axes.
 
         Each measure has a panel, each value of the first grouping a colour.
 

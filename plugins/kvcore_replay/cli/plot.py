@@ -34,7 +34,7 @@ KINDS = ("occupancy", "hits", "ages", "timeline", "latency")
     "latencies of requests (latency).",
 )
 @replica_option
-@picture_option("-o", "--out", required=True, help="File for the plot: .png or .svg.")
+@picture_option("-o", "--out", required=True, help="File for the plot: .png, .svg or .pdf.")
 def plot(*, source: str, kind: str, replica: str | None, out: Path) -> None:
     """Plot a TRACE, or the RESULT of a run: a directory that `--out` of simulate or run wrote.
 

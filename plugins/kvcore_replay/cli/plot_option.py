@@ -23,8 +23,8 @@ def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> P
         from kvcore_replay.report.figure import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
 
         if path.suffix[1:].lower() not in FORMS:
-            flag, forms = param.opts[-1], " or .".join(FORMS)
-            msg = f"{flag} {path}: a name says what is drawn; end it with .{forms}"
+            flag, forms = param.opts[-1], ", .".join(FORMS)
+            msg = f"{flag} {path}: a name says what is drawn; end it with one of .{forms}"
             raise InputError(msg)
         matplotlib()
     return path
@@ -33,15 +33,15 @@ def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> P
 picture_option = partial(file_option, callback=_picture)
 """Return the option of a file for a plot, from its flags and further settings."""
 
-plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
+plot_option = picture_option("--plot", "picture", help="File for a plot: .png, .svg or .pdf.")
 
 
 Plot: TypeAlias = Chart | Callable[[str], bytes]
-"""A chart, or a function that returns a plot as `png` or `svg`."""
+"""A chart, or a function that returns a plot as `png`, `svg` or `pdf`."""
 
 
 def drawn(plot: Plot, form: str) -> bytes:
-    """Return a plot as `png` or `svg` bytes."""
+    """Return a plot as `png`, `svg` or `pdf` bytes."""
     from kvcore_replay.report.charts import plot_chart  # noqa: PLC0415 - for plots alone
 
     return plot_chart(plot, form) if isinstance(plot, Chart) else plot(form)

@@ -356,9 +356,10 @@ class Summary:
     Attributes:
         admitted, rejected, decoded, waiting: number of requests by their state at the end.
         readmitted: admissions after a preemption, which count nowhere else.
-        prompt_tokens, hit_tokens: tokens of admitted prompts, and those that hit.
+        prompt_tokens, hit_tokens: tokens of admitted prompts, and those that hit; in `keys`
+            accounting what their keys stand for, which may be more than the prompts have.
         longest_prompt: tokens of the longest of these, with or without keys.
-        prefill_s, saved_s: the least seconds of their prefill.
+        prefill_s, saved_s: the least seconds to prefill the prompts, and what of them hit.
         categories: each of `Explanation.categories`; their tokens add up to the missed ones.
         groups: each cache group; tokens for which it was short, alone or with others.
         ways: each of `WAYS`; their tokens add up to the compulsory ones.
@@ -514,9 +515,15 @@ class Explanation(Shown):
         types |= {f"{name}_tokens": "int" for name in self.categories}
         return data_frame(rows, "`explanation.requests`", types)
 
-    def prefill_seconds(self, loss: MissSegment) -> float:
-        """Return the least seconds to prefill the tokens of `loss` after those before them."""
-        return self.cost(loss.first, loss.tokens)
+    def prefill_seconds(self, loss: MissSegment, prompt: int | None = None) -> float:
+        """Return the least seconds to prefill the tokens of `loss` after those before them.
+
+        Args:
+            loss: a segment of the keys of a prompt.
+            prompt: the tokens of that prompt, where its last key may stand for more.
+        """
+        end = loss.end if prompt is None else max(loss.first, min(loss.end, prompt))
+        return self.cost(loss.first, end - loss.first)
 
     def summary(self, top: int = TOP) -> Summary:
         """Return the totals over all first admissions. O(segments)."""
@@ -542,21 +549,21 @@ class Explanation(Shown):
             if loss.eviction is not None and not loss.eviction.expired:
                 victims[reasons.request] += loss.tokens
                 beneficiaries[loss.eviction.beneficiary] += loss.tokens
-            prefill = self.prefill_seconds(loss)
+            prefill = self.prefill_seconds(loss, reasons.prompt)
             for missed in sums:
                 missed.add(loss.tokens, prefill, first=loss is reasons.losses[0])
         admitted = [each for each in every if each.admitted is not None]
-        prompts = [reasons.tokens for reasons in admitted]
+        prompts = [reasons.prompt for reasons in admitted]
         hits = [reasons.hit for reasons in admitted]
         places = sorted(points.values(), key=lambda point: (-point.requests, -point.tokens))
         return Summary(
             **{state: states[state] for state in STATES},
             readmitted=sum(reasons.again for reasons in admitted),
-            prompt_tokens=sum(prompts),
+            prompt_tokens=sum(reasons.tokens for reasons in admitted),
             hit_tokens=sum(hits),
             longest_prompt=max((reasons.prompt for reasons in admitted), default=0),
             prefill_s=prefill_seconds(self.cost, prompts),
-            saved_s=prefill_seconds(self.cost, hits),
+            saved_s=prefill_seconds(self.cost, [*map(min, hits, prompts)]),
             categories=categories,
             ways=ways,
             salted=salted,
@@ -603,16 +610,17 @@ class Explanation(Shown):
             "prompt_tokens": reasons.tokens,
             "hit_tokens": reasons.hit,
             "missed_tokens": sum(loss.tokens for loss in reasons.losses),
-            "losses": [self._segment(loss, reasons.admitted or 0) for loss in reasons.losses],
+            "losses": [self._segment(loss, reasons) for loss in reasons.losses],
         }
 
-    def _segment(self, loss: MissSegment, now: int) -> dict[str, Any]:
+    def _segment(self, loss: MissSegment, reasons: RequestMisses) -> dict[str, Any]:
         eviction, point, drop = loss.eviction, loss.place, loss.drop
+        now = reasons.admitted or 0
         return {
             "category": loss.category,
             "first_token": loss.first,
             "tokens": loss.tokens,
-            "prefill_s": self.prefill_seconds(loss),
+            "prefill_s": self.prefill_seconds(loss, reasons.prompt),
             "other": loss.other,
             "eviction": None if eviction is None else eviction.as_dict(now),
             "way": loss.way,

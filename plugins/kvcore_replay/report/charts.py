@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 from math import log
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from kvcore.errors import shorten
 from kvcore.sections import Chart, Panel
 from kvcore_cli.report.tables import printable
 from kvcore_replay.belady import Belady
-from kvcore_replay.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
+from kvcore_replay.report.figure import COLOURS, DARK, GREY, INK, MARKERS, add_title, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +37,12 @@ DECADE = 8
 MOST_TICKS = 8
 """The most ticks of the axis of a chart."""
 
+PLACES = 200
+"""Places in a part of an axis that are tried for a tick."""
+
+LETTER = 0.0125
+"""The width of a letter of a tick, as a share of the axis."""
+
 MANY_PANELS, MANY_POINTS = 4, 100
 """The number of panels of lines from which they are in two columns, and the number of points
 from which a line has no markers."""
@@ -44,12 +50,23 @@ from which a line has no markers."""
 DASHES = "-", "--", ":", "-."
 """Dashes of the lines of a policy that differ in something else."""
 
+POLICIES = (
+    *("lru", "hazard", "arc", "s3fifo", "lfu", "fifo", "slru", "lruk", "sieve", "tinylfu"),
+    *("lookahead", "cost", "tail-lru", "workload-aware", "priority", "tool-ttl", "ttl", "mru"),
+    "random",
+)
+"""Policies whose lines look alike in all charts: they have the first of `LOOKS`, in order."""
+
+PALETTE = (*COLOURS[:-1], *DARK)
+LOOKS = [*islice(zip(cycle(PALETTE), cycle(MARKERS[:-1]), strict=False), 60)]
+"""Colours and markers of lines. Their numbers have no common factor, so that many differ."""
+
 TIERS = " + tiers"
 """End of the name of a line for the hits of pool and tiers: the line of the pool, dashed."""
 
 
 def plot_chart(chart: Chart, form: str, *, small: bool = False) -> bytes:
-    """Return a chart as `png` or `svg` bytes; a `small` one has the first panel alone.
+    """Return a chart as `png`, `svg` or `pdf` bytes; a `small` one has the first panel alone.
 
     Raises:
         PluginError: matplotlib is not installed.
@@ -84,7 +101,11 @@ def _draw(
             values = sorted(set(points))
             if chart.logarithmic and values[0] > 0 and values[-1] / values[0] >= DECADE:
                 axes.set_xscale("log")
-            _ticks(axes, values, chart.axis_text)
+            sizes = sorted(_sampled(panel)) or values
+            if len(sizes) <= MOST_TICKS or len(values) < MANY_POINTS:
+                _ticks(axes, sizes, chart.axis_text)
+            else:
+                _ticks(axes, _round_values(axes, values, chart.axis_text), chart.axis_text)
             axes.set_xlabel(chart.across)
             axes.set_ylabel(panel.label)
         else:
@@ -101,23 +122,26 @@ def _draw(
 
 def _lines(axes: Axes, panel: Panel) -> None:
     """Draw a line for each name, with the name at its end."""
-    # Their numbers have no common factor, so that many lines differ.
-    looks = zip(cycle(COLOURS[:-1]), cycle(MARKERS[:-1]), strict=False)
-    known: dict[str, dict[str, Any]] = {}
+    looks = _looks(_line_of(name)[0] for name in panel.lines)
     ends = []
+    sizes = _sampled(panel)
+    exact = any(len(points) >= MANY_POINTS for points in panel.lines.values())
     dashes: dict[str, str] = {"": "-", TIERS: "--"}
     for name, points in panel.lines.items():
         # A policy has one colour, whatever else a line is of: that is its dashes.
-        base, comma, rest = name.partition(", ")
-        if not comma:
-            base, rest, _ = name.partition(TIERS)
-        if base not in known:
-            colour, marker = (INK, ".") if is_bound(name) else next(looks)
-            known[base] = {"color": colour, "marker": marker, "markersize": 4}
+        base, rest = _line_of(name)
         dash = dashes.setdefault(rest, DASHES[len(dashes) % len(DASHES)])
-        style = {**known[base], "linewidth": 1.2, "linestyle": dash}
+        colour, marker = looks[base]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash}
+        # Between computed points a line is a guess: thin, beside a line that is known.
+        style |= (
+            {"markersize": 5, "linewidth": 0.5}
+            if exact
+            else {"markersize": 4, "linewidth": 1.2}
+        )
         if len(points) >= MANY_POINTS:
-            style |= {"linewidth": 2, "marker": None}
+            style |= {"linewidth": 2, "marker": marker if sizes else None, "markersize": 4}
+            style["markevery"] = [n for n, (x, _) in enumerate(sorted(points)) if x in sizes]
         if points:
             axes.plot(*zip(*sorted(points), strict=True), **style)
             if band := panel.bands.get(name):
@@ -127,6 +151,7 @@ def _lines(axes: Axes, panel: Panel) -> None:
                 axes.fill_between(across, low, high, color=style["color"], alpha=0.15, lw=0)
             ends.append((*max(points), printable(shorten(name, NAME)), style["color"]))
     values = [value for points in panel.lines.values() for _, value in points]
+    values += (high for band in panel.bands.values() for _, high in band)
     if panel.bound is not None:
         name, bound = panel.bound
         values.append(bound)
@@ -139,6 +164,36 @@ def _lines(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(0, 1.1 * max(values, default=0) or 1)
     axes.yaxis.set_major_formatter(lambda value, _: panel.text(value))
     end_labels(axes, ends)
+
+
+def _line_of(name: str) -> tuple[str, str]:
+    """Return the policy, or another series, of a line, and what else the line is of."""
+    base, comma, rest = name.partition(", ")
+    if not comma:
+        base, rest, _ = name.partition(TIERS)
+    return base, rest
+
+
+def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the colour and the marker of each name: of a known policy, those it always has.
+
+    Of several lines of a policy that differ in its options the first has these. The looks of
+    known policies are not lent beside them.
+    """
+    looks: dict[str, tuple[str, str]] = {}
+    own = dict(zip(POLICIES, LOOKS, strict=False))
+    names = [*dict.fromkeys(names)]
+    for name in names:
+        if look := (INK, ".") if is_bound(name) else own.pop(policy_of(name), None):
+            looks[name] = look
+    free = cycle(LOOKS[len(POLICIES) :] if looks else LOOKS)
+    return {name: looks.get(name) or next(free) for name in names}
+
+
+def _sampled(panel: Panel) -> set[float]:
+    """Return the places of the points that lines of few points have."""
+    few = (points for points in panel.lines.values() if len(points) < MANY_POINTS)
+    return {x for points in few for x, _ in points}
 
 
 def end_labels(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> None:
@@ -154,6 +209,8 @@ def end_labels(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> Non
         axes.annotate(
             name, (right, y), (8, 0), textcoords="offset points", color=colour,
             fontsize=8, va="center", annotation_clip=False,
+            # No line of a bound or of the grid strikes it through.
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
         )  # fmt: skip
 
 
@@ -179,14 +236,39 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
 
 def is_bound(name: str) -> bool:
     """Return True if a line is that of the optimum, which is black."""
-    return re.split("[:,]| ", name)[0] in Belady.names
+    return policy_of(name) in Belady.names
+
+
+def policy_of(name: str) -> str:
+    """Return the policy in the name of a line."""
+    return re.split("[:,]| ", name)[0]
+
+
+def _round_values(axes: Axes, values: list[float], text: Callable[[float], str]) -> list[float]:
+    """Return the roundest value, as text tells it, in each of `MOST_TICKS` parts of an axis."""
+    low, high = values[0], values[-1]
+    scaled = axes.get_xscale() == "log"
+
+    def at(part: float) -> float:
+        return low * (high / low) ** part if scaled else low + (high - low) * part
+
+    def roundness(value: float) -> tuple[int, int]:
+        digits = re.sub("[^0-9]", "", text(value)).strip("0")
+        return len(digits), "152".find(digits[:1]) % 4
+
+    ticks = []
+    for part in range(MOST_TICKS):
+        tried = [at((part + step / PLACES) / MOST_TICKS) for step in range(PLACES)]
+        ticks.append(min(*tried, *(float(f"{value:.1g}") for value in tried), key=roundness))
+    return [tick for tick in dict.fromkeys(ticks) if low <= tick <= high]
 
 
 def _ticks(axes: Axes, values: list[float], text: Callable[[float], str]) -> None:
     """Set the ticks of the horizontal axis: at values that are far enough apart."""
     step = -(-len(values) // MOST_TICKS)
     scale: Callable[[float], float] = log if axes.get_xscale() == "log" else float
-    gap = (scale(values[-1]) - scale(values[0])) / (2 * MOST_TICKS)
+    letters = 1 + max(len(text(value)) for value in values)
+    gap = (scale(values[-1]) - scale(values[0])) * LETTER * letters
     ticks: list[float] = []
     for value in values[::-step]:
         if not ticks or scale(ticks[-1]) - scale(value) >= gap:
@@ -207,7 +289,7 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None
             panel.text(value), (value, row), (3, 0), textcoords="offset points", va="center",
             fontsize=8,
         )  # fmt: skip
-    values = [*drawn.values()]
+    values = [*drawn.values(), *(high for band in panel.bands.values() for _, high in band)]
     if panel.bound is not None:
         name, bound = panel.bound
         values.append(bound)

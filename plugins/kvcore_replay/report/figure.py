@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-FORMS = ("png", "svg")
+FORMS = ("png", "svg", "pdf")
+"""What matplotlib writes by itself: pixels for pages, curves for the web and for papers."""
 
 # Okabe and Ito, "Color Universal Design", 2008: colour-blind people can distinguish them.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+
+DARK = ("#332288", "#117733", "#882255", "#999933", "#661100", "#44AA99")
+"""Tol's colours, "Colour Schemes", 2021, for lines that are more than `COLOURS` has."""
 
 MARKERS = "osD^vP"
 
@@ -46,6 +50,8 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     # Without a salt the names inside an SVG are random.
     "svg.hashsalt": "kvcore",
+    # TrueType: conferences refuse the Type 3 fonts that are the default.
+    "pdf.fonttype": 42,
 }
 
 
@@ -57,7 +63,7 @@ def matplotlib() -> Any:
 def picture(
     form: str, draw: Callable[[Figure], None], inches: tuple[float, float] = INCHES
 ) -> bytes:
-    """Return a figure in the common style, which `draw` draws into, as `png` or `svg` bytes.
+    """Return a figure in the common style, which `draw` draws into, as a file of `FORMS`.
 
     Raises:
         PluginError: matplotlib is not installed.
@@ -71,7 +77,8 @@ def picture(
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure = module.Figure(figsize=inches, layout="constrained")
         draw(figure)
-        metadata = {"Date": None} if form == "svg" else None
+        # Without a time, equal figures have equal bytes.
+        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
         figure.savefig(file, format=form, dpi=DPI, metadata=metadata)
     return file.getvalue()
 

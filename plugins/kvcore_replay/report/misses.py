@@ -110,11 +110,16 @@ class RequestReport:
     def _sentence(self, losses: list[MissSegment]) -> str:
         """Return the sentence about adjacent segments that differ only in their evictions."""
         first, end = losses[0].first, losses[-1].end
-        prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
+        prefill = self._prefill(losses)
         return (
             f"from token {first:,} to {end:,} ({counted(end - first, 'token')}, {prefill} of "
             f"prefill): {spaced(losses[0].category)}. {self._why(losses)}"
         )
+
+    def _prefill(self, losses: list[MissSegment]) -> str:
+        """Return the least time to prefill the segments, as text."""
+        seconds, prompt = self.explanation.prefill_seconds, self.reasons.prompt
+        return format_seconds(sum(seconds(loss, prompt) for loss in losses))
 
     def _why(self, losses: list[MissSegment]) -> str:
         loss = losses[0]
@@ -188,7 +193,7 @@ class RequestReport:
     def _in_tier(self, losses: list[MissSegment]) -> str:
         """Return the sentence about blocks that a lower tier holds."""
         loss, tier = losses[0], losses[0].tier
-        prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
+        prefill = self._prefill(losses)
         if loss.category == "unreadable":
             return f"Lower tier {tier} had them, but they could not be loaded."
         if loss.load_ns is None:
@@ -245,8 +250,11 @@ class SummaryReport:
         """Sentences about the trace and its hits."""
         summary, requests = self.summary, self.summary["requests"]
         tokens, hits = summary["prompt_tokens"], summary["hit_tokens"]
+        what = counted(tokens, "prompt token")
+        if summary["count"] == "keys":
+            what = f"{counted(tokens, 'token')} of keys"
         text = (
-            f"Of {counted(tokens, 'prompt token')}, {hits:,} hit "
+            f"Of {what}, {hits:,} hit "
             f"({hits / tokens if tokens else 0:.1%}) and {tokens - hits:,} missed."
         )
         if hits and "saved_s" in summary:  # earlier releases did not write it

@@ -1,7 +1,7 @@
-"""Plots of a run: its pool, hits, ages of blocks, requests and latencies, as PNG or SVG.
+"""Plots of a run: its pool, hits, ages of blocks, requests and latencies, as PNG, SVG or PDF.
 
-Each function takes its data and the form, `png` or `svg`, and returns the bytes of the file.
-Equal runs give equal bytes with the same matplotlib. All raise PluginError without it.
+Each function takes its data and the form, `png`, `svg` or `pdf`, and returns the bytes of the
+file. Equal runs give equal bytes with the same matplotlib. All raise PluginError without it.
 """
 
 from __future__ import annotations

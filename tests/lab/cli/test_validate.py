@@ -149,7 +149,7 @@ def test_columns_of_groups_may_have_spaces_between_them():
         (("rows.csv", "--csv", "rows.csv"), "cannot write rows.csv: the requests come from"),
         (("rows.csv", "--spread", "1"), "'--spread': 1.0 is not in the range 0<=x<1"),
         (("rows.csv", "--max-seqs", "0"), "max_seqs=0: a step has a token for each sequence"),
-        (("rows.csv", "-o", "plot.gif"), "end it with .png or .svg"),
+        (("rows.csv", "-o", "plot.gif"), "end it with one of .png, .svg, .pdf"),
         (("rows.csv", "--latency", "lineal"), "no latency plugin is named 'lineal'"),
     ],
 )

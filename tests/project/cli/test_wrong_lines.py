@@ -321,7 +321,7 @@ curve W --sizes 100001 | --sizes 100001: that many points are too many
 curve W --sizes 0,1 | numbers without commas, above 0
 curve W --codec fp8 | of the K/V of --model: give that too
 curve W --out curve | --out curve: a name says what is written
-curve W --out curve.pdf | end it with .png, .svg, .csv, .json
+curve W --out curve.gif | end it with .png, .svg, .pdf, .csv, .json
 curve W --eviction optimum --accounting tokens | `keys` accounting alone
 explain W 3 | zipf:requests=20 is a workload: say how large the pool is
 explain W 3 | such as --price openai
@@ -514,7 +514,7 @@ quality --budget 0 | budget 0: give shares
 quality --needles 200 | 200 needles in 512 tokens of 1024 token ids
 quality --generator sincos:layers=1 | generator 'sincos' has no logits
 quality --generator huggingface:model=./nowhere | there is no such folder
-quality --plot q.pdf | --plot q.pdf: a name says what is drawn; end it with .png or .svg
+quality --plot q.gif | q.gif: a name says what is drawn; end it with one of .png, .svg, .pdf
 quality --plot - | '--plot': a file is needed, not '-'
 quality --text good.jsonl --texts 99 | 99 texts of 576 tokens need
 quality --text nowhere.txt | nowhere.txt: cannot be read: No such file or directory
