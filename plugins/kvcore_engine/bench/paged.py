@@ -6,8 +6,8 @@ that belong to no sequence are NaN, so that a result that reads one is NaN too. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from importlib import import_module
 from math import inf, nan, sqrt
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.errors import InputError, KvcoreError
-from kvcore.models.codec import Codec
+from kvcore.plugins import Plugins
 from kvcore_engine.backend._sdpa import Sdpa
 from kvcore_engine.backend.torch_backend import TorchBackend
 from kvcore_engine.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
@@ -80,61 +80,101 @@ class DecodeCase:
         return "decode" if self.new == 1 else "chunk"
 
 
-@attrs.define(eq=False)
-class Bed:
-    """A backend with a pool of known numbers.
+@attrs.frozen
+class TensorSuite:
+    """A suite on a backend.
 
     Attributes:
-        name: name of the backend in rows.
-        backend: the backend.
-        suite: suite of the rows.
+        name, spec: names of the suite and of the backend.
         settings: selection of the measurements.
+        plugins: where backends and codecs are built.
         seconds: time that a version of a case is sampled for.
     """
 
     name: str
-    backend: Backend
-    suite: str
+    spec: str
     settings: Settings
+    plugins: Plugins
     seconds: float
-    _order: list[int] = attrs.field(init=False, factory=list)
+
+    @property
+    def short(self) -> bool:
+        """Whether cases are small, so that they have no targets."""
+        return self.settings.quick or self.settings.check
+
+
+@attrs.define(eq=False, slots=False)
+class Bed:
+    """A backend with a pool of known numbers, allocated when the first case is measured.
+
+    Attributes:
+        suite: the suite.
+        tokens: tokens that the pool has room for, beside some spare blocks.
+        dtype, codec: dtype of the K/V, and name of its codec, if there is one.
+        block_size: tokens of a block.
+    """
+
+    suite: TensorSuite
+    tokens: int
+    dtype: str
+    codec: str | None = None
+    block_size: int = BLOCK
     _good: int = attrs.field(init=False, default=0)
 
-    @classmethod
-    def make(
-        cls,
-        name: str,
-        backend: Backend,
-        suite: str,
-        settings: Settings,
-        *,
-        tokens: int,
-        dtype: str,
-        codec: Codec | None = None,
-        block_size: int = BLOCK,
-        seconds: float = 0.3,
-    ) -> Bed:
-        """Return a pool and a block table with room for `tokens` tokens, and some spare blocks.
+    @cached_property
+    def backend(self) -> Backend:
+        """The backend, with its pool.
 
         Raises:
-            KvcoreError: the backend cannot do it here.
+            KvcoreError: the backend or the codec cannot be built, or there is too little
+                memory.
         """
-        blocks = -(-tokens // block_size) + 8
+        build, codec = self.suite.plugins.build, None
+        if self.codec is not None:
+            codec = build("codec", self.codec)
+        backend: Backend = build("backend", self.suite.spec)
         backend.allocate(
             TensorLayout(
-                blocks=blocks,
-                block_size=block_size,
+                blocks=-(-self.tokens // self.block_size) + 8,
+                block_size=self.block_size,
                 layers=1,
                 kv_heads=KV_HEADS,
                 head_dim=WIDTH,
                 value_dim=WIDTH,
-                dtype=dtype,
+                dtype=self.dtype,
                 codec=codec,
             )
         )
-        bed = cls(name, backend, suite, settings, seconds)
-        bed._order = _shuffled(blocks)
-        return bed
+        return backend
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The blocks of the pool in the order in which sequences take them."""
+        return _shuffled(self.backend.layout.blocks)
+
+    def rows(
+        self,
+        operation: str,
+        case: str,
+        measure: Callable[..., Sequence[Row]],
+        *arguments: Any,
+        **options: Any,
+    ) -> Sequence[Row]:
+        """Return the rows that `measure` returns, or a row with the reason why it has none.
+
+        There is no row of an operation that is not to be measured.
+        """
+        suite, case = self.suite, f"{self.codec or self.dtype}, {case}"
+        if not suite.settings.wants(operation):
+            return []
+        if why := suite.settings.late:
+            return [
+                Row(suite=suite.name, operation=operation, case=case, by=suite.spec, note=why)
+            ]
+        try:
+            return measure(*arguments, **options)
+        except Exception as error:  # noqa: BLE001 - of one case, which must not end the others
+            return [failed_row(suite.name, operation, suite.spec, case, error)]
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +230,9 @@ class Bed:
             msg = f"{sum(counts):,} blocks are needed, and the pool has {len(self._order):,}"
             raise InputError(msg)
         sets, begin = [], 0
-        for _ in range(1 if self.settings.check else min(max(wanted, 3), COLD_SETS, room)):
+        for _ in range(
+            1 if self.suite.settings.check else min(max(wanted, 3), COLD_SETS, room)
+        ):
             tables = []
             for blocks in counts:
                 tables.append(self._order[begin : begin + blocks])
@@ -219,7 +261,13 @@ class Bed:
             tables.append(table)
         return tables
 
-    def decode(self, case: DecodeCase, *, poisoned: bool = False) -> list[Row]:
+    def decode(self, cases: Sequence[DecodeCase], *, poisoned: bool = False) -> Iterator[Row]:
+        """Yield the rows of attention in some cases."""
+        for case in cases:
+            measure = partial(self._decode, case, poisoned=poisoned)
+            yield from self.rows(case.operation, case.name, measure)
+
+    def _decode(self, case: DecodeCase, *, poisoned: bool) -> list[Row]:
         """Attend from the new tokens of each sequence; return rows of the backend and peers."""
         backend, lengths, new = self.backend, [*case.lengths], case.new
         sets = [self.poisoned(lengths)] if poisoned else self.sets(lengths)
@@ -246,15 +294,20 @@ class Bed:
         eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 2 * library + (eps / 2 if eps > HALF_EPS else 32 * eps)
         right = {"error": error, "allowed": allowed}
-        versions: list[Version] = [(self.name, calls, right)]
-        if not poisoned and not self.settings.check:
+        versions: list[Version] = [(self.suite.spec, calls, right)]
+        if not poisoned and not self.suite.settings.check:
             peers = self._peers if new == 1 else self._chunk_peers
             versions += peers(case, sets, queries)
         return self._rows(row, versions, case.target)
 
     def store(
         self, tokens: int, target: Target | None = None, *, rotated: bool = False
-    ) -> list[Row]:
+    ) -> Sequence[Row]:
+        """Return the rows of a store of `tokens` tokens; with `rotated` of keys and their turn."""
+        measure = partial(self._stored, tokens, target, rotated=rotated)
+        return self.rows("store+rope" if rotated else "store", f"{tokens:,} tokens", measure)
+
+    def _stored(self, tokens: int, target: Target | None, *, rotated: bool) -> list[Row]:
         """Write new tokens into blocks; compare them with their codes, decoded.
 
         With `rotated` the backend rotates keys first: the tables are read too, once.
@@ -289,10 +342,10 @@ class Bed:
             # Rounding may tip a number to the one beside it, a code to the next code.
             allowed = 2 * eps if codec is None else CODE_STEP
         right = {"error": error, "allowed": allowed}
-        versions: list[Version] = [(self.name, calls, right)]
-        if turn is not None and self.device.type == "cuda" and not self.settings.check:
+        versions: list[Version] = [(self.suite.spec, calls, right)]
+        if turn is not None and self.device.type == "cuda" and not self.suite.settings.check:
             versions.append(("torch rotates, then stored", theirs, {}))
-        elif turn is None and codec is None and not self.settings.check:
+        elif turn is None and codec is None and not self.suite.settings.check:
             versions.append(
                 ("torch index_copy_", self._index_copies(sets, (keys, values), size), {})
             )
@@ -321,8 +374,8 @@ class Bed:
             "amount": 2 * count * backend.layout.bytes_per_block,
             "of": COPY,
         }
-        versions: list[Version] = [(self.name, calls, right)]
-        if backend.layout.codec is None and not self.settings.check:
+        versions: list[Version] = [(self.suite.spec, calls, right)]
+        if backend.layout.codec is None and not self.suite.settings.check:
             parts, ids = backend.layer_blocks(0), self._ids
             versions.append(
                 (
@@ -357,7 +410,7 @@ class Bed:
             "amount": 2 * count * backend.layout.bytes_per_block,
             "of": COPY,
         }
-        return self._rows(row, [(self.name, calls, right)], None, graph=False)
+        return self._rows(row, [(self.suite.spec, calls, right)], None, graph=False)
 
     def swap(self, count: int, target: Target | None = None) -> list[Row]:
         """Bring blocks to the host and back, as preemption does, and as tiers do."""
@@ -382,7 +435,7 @@ class Bed:
             ("read blocks", backend.read_blocks, (outs, buffers), moved, TO_HOST),
             ("write blocks", backend.write_blocks, (intos, buffers), {}, FROM_HOST),
         ):
-            if self.settings.check and not right:
+            if self.suite.settings.check and not right:
                 continue
             row = {
                 "operation": "swap",
@@ -391,7 +444,7 @@ class Bed:
                 "of": of if device else COPY,
             }
             calls = [partial(method, *each) for each in zip(*arguments, strict=True)]
-            rows += self._rows(row, [(self.name, calls, right)], target, graph=False)
+            rows += self._rows(row, [(self.suite.spec, calls, right)], target, graph=False)
         return rows
 
     def _rows(
@@ -403,11 +456,11 @@ class Bed:
         graph: bool = True,
     ) -> list[Row]:
         """Time versions side by side; a text in place of calls is the reason for none."""
-        common: dict[str, Any] = {"suite": self.suite, "unit": "bytes", **row}
+        common: dict[str, Any] = {"suite": self.suite.name, "unit": "bytes", **row}
         calls_of = [calls for _, calls, _ in versions if not isinstance(calls, str)]
         timings = None
-        if not self.settings.check:
-            timings = iter(clock_of(self.device)(calls_of, self.seconds, graph=graph))
+        if not self.suite.settings.check:
+            timings = iter(clock_of(self.device)(calls_of, self.suite.seconds, graph=graph))
         rows = []
         for index, (by, calls, right) in enumerate(versions):
             fields = {**common, **right, "by": by, "target": None if index else target}
@@ -524,7 +577,7 @@ class Bed:
         """Return how far attention, and torch's in the same dtype, is from float64."""
         lengths = [*case.lengths]
         longest = max(range(len(lengths)), key=lengths.__getitem__)
-        every = self.settings.check or len(lengths) <= CHECKED
+        every = self.suite.settings.check or len(lengths) <= CHECKED
         chosen = range(len(lengths)) if every else {0, longest, len(lengths) - 1}
         worst = library = 0.0
         for sequence in chosen:

@@ -262,7 +262,7 @@ def test_a_grid_that_cannot_be_measured_has_rows_with_the_reason(monkeypatch, se
         raise InputError(msg)
 
     monkeypatch.setattr(TorchCPU, "check", refuse)
-    suite = tensors._Suite("gpu", "torch-cpu", settings, Plugins(), 0.1)
+    suite = paged.TensorSuite("gpu", "torch-cpu", settings, Plugins(), 0.1)
     rows = [*tensors._grid(suite, "bf16")]
     cells = len(tensors.GRID_BATCHES) * len(tensors.GRID_CONTEXTS)
     assert [row.note for row in rows] == [note] * cells
