@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
@@ -231,12 +231,6 @@ def _divided(total: int, weights: Sequence[int]) -> list[int]:
     return [end - begin for begin, end in pairwise([0, *ends])]
 
 
-def _quick(metric: Any) -> Any:
-    """Return a metric that remembers its samples by their labels: few, and looked up often."""
-    metric.labels = cache(metric.labels)
-    return metric
-
-
 class Metrics:
     """Counts of the proxy in Prometheus' text format.
 
@@ -265,45 +259,29 @@ class Metrics:
         self._registry = registry = client.CollectorRegistry()
         self._text = client.generate_latest
 
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return _quick(
-                client.Counter(f"kvcore_route_{name}", text, labels, registry=registry)
-            )
+        def made(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+            """Return a metric that keeps its samples by labels: few, and looked up often."""
+            metric = kind(f"kvcore_route_{name}", text, labels, registry=registry, **more)
+            metric.labels = cache(metric.labels)
+            return metric
 
-        by_replica = "replica"
-        self.requests = counter(
-            "requests", "Requests by how they were answered.", by_replica, "status"
-        )
-        self.retries = counter("retries", "Requests that it did not answer.", by_replica)
-        self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by_replica)
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by_replica)
-        self.prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens, as estimated.", by_replica
-        )
+        counter, by = partial(made, client.Counter), "replica"
+        self.requests = counter("requests", "Requests by how they were answered.", by, "status")
+        self.retries = counter("retries", "Requests that it did not answer.", by)
+        self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by)
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, as estimated.", by)
         self.unlogged = counter("unlogged", "Requests left out of the trace.")
-        self.lost_batches = counter(
-            "lost_batches", "Batches of KV events not read.", by_replica
-        )
-        self.ignored_events = counter(
-            "ignored_events", "KV events of blocks whose keys are unknown.", by_replica
-        )
+        self.lost_batches = counter("lost_batches", "Batches of KV events not read.", by)
+        text = "KV events of blocks whose keys are unknown."
+        self.ignored_events = counter("ignored_events", text, by)
         self.restarts = counter("restarts", "Background work started again.", "what")
-        self.first_byte = _quick(
-            client.Histogram(
-                "kvcore_route_first_byte_seconds",
-                "From arrival to the first byte of the answer.",
-                [by_replica],
-                buckets=FIRST_TOKEN,
-                registry=registry,
-            )
+        text = "From arrival to the first byte of the answer."
+        self.first_byte = made(
+            client.Histogram, "first_byte_seconds", text, by, buckets=FIRST_TOKEN
         )
-        gauge, text = client.Gauge, "Requests that a server has."
-        self.in_flight = _quick(
-            gauge("kvcore_route_in_flight", text, [by_replica], registry=registry)
-        )
-        self.up = gauge(
-            "kvcore_route_up", "1 if it is sent requests.", [by_replica], registry=registry
-        )
+        self.in_flight = made(client.Gauge, "in_flight", "Requests that a server has.", by)
+        self.up = made(client.Gauge, "up", "1 if it is sent requests.", by)
 
     def text(self) -> bytes:
         """Return all metrics."""
