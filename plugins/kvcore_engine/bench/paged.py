@@ -230,9 +230,8 @@ class Bed:
             msg = f"{sum(counts):,} blocks are needed, and the pool has {len(self._order):,}"
             raise InputError(msg)
         sets, begin = [], 0
-        for _ in range(
-            1 if self.suite.settings.check else min(max(wanted, 3), COLD_SETS, room)
-        ):
+        most = 1 if self.suite.settings.check else min(max(wanted, 3), COLD_SETS, room)
+        for _ in range(most):
             tables = []
             for blocks in counts:
                 tables.append(self._order[begin : begin + blocks])
@@ -303,7 +302,7 @@ class Bed:
     def store(
         self, tokens: int, target: Target | None = None, *, rotated: bool = False
     ) -> Sequence[Row]:
-        """Return the rows of a store of `tokens` tokens; with `rotated` of keys and their turn."""
+        """Return the rows of a store of `tokens` tokens, with keys rotated or as they are."""
         measure = partial(self._stored, tokens, target, rotated=rotated)
         return self.rows("store+rope" if rotated else "store", f"{tokens:,} tokens", measure)
 
@@ -376,21 +375,10 @@ class Bed:
         }
         versions: list[Version] = [(self.suite.spec, calls, right)]
         if backend.layout.codec is None and not self.suite.settings.check:
-            parts, ids = backend.layer_blocks(0), self._ids
-            versions.append(
-                (
-                    "torch index_copy_",
-                    [
-                        partial(
-                            _copy,
-                            parts,
-                            *(ids(side) for side in zip(*pairs_of_call, strict=True)),
-                        )
-                        for pairs_of_call in pairs
-                    ],
-                    {},
-                )
-            )
+            parts = backend.layer_blocks(0)
+            sides = [map(self._ids, zip(*some, strict=True)) for some in pairs]
+            theirs = [partial(_copy, parts, *both) for both in sides]
+            versions.append(("torch index_copy_", theirs, {}))
         return self._rows(row, versions, target, graph=False)
 
     def move(self, count: int) -> list[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
@@ -98,7 +98,8 @@ def _poisoned(suite: TensorSuite, dtype: str, codec: str | None = None) -> Itera
     plain = DecodeCase(name="poisoned, 1 to 2,049", lengths=POISON)
     chunks = [length for length in POISON if length >= FEW]
     chunk = DecodeCase(name=f"poisoned, {FEW} new", lengths=chunks, new=FEW)
-    limits, seen = {"window": 100, "sinks": 4}, "window 100, sinks 4"
+    limits: Any = {"window": 100, "sinks": 4}
+    seen = "window 100, sinks 4"
     cases = [
         plain,
         attrs.evolve(plain, name=f"poisoned, {seen}", **limits),
@@ -199,9 +200,8 @@ def _named(suite: TensorSuite, dtype: str) -> Iterator[Row]:
         name = f"{count} x {new:,} new of {tokens:,}"
         cases.append(DecodeCase(name=name, lengths=[tokens] * count, new=new))
     wanted = [case.lengths for case in cases if suite.settings.wants(case.operation)]
-    room = max(
-        (sum(-(-tokens // 16) * 16 for tokens in lengths) for lengths in wanted), default=0
-    )
+    rooms = (sum(-(-tokens // 16) * 16 for tokens in lengths) for lengths in wanted)
+    room = max(rooms, default=0)
     yield from Bed(suite, 3 * room, dtype).decode(cases)
     coded = DecodeCase(name=f"32 x {4 * k:,}", lengths=[4 * k] * 32, target=aim(90))
     yield from Bed(suite, 3 * sum(coded.lengths), dtype, "fp8-e4m3").decode([coded])
