@@ -508,8 +508,8 @@ class Bed:
             for tables in sets:
                 contexts = [tokens - case.new for tokens in case.lengths]
                 plan = plain.plan(RaggedBatch(tables, contexts, [case.new] * len(contexts)))
-                options = None, case.window, case.sinks
-                by_torch.append(partial(plain.attend, 0, plan, queries, *options))
+                attend = partial(plain.attend, window=case.window, sinks=case.sinks)
+                by_torch.append(partial(attend, 0, plan, queries))
             peers.append(("torch SDPA, gathered", by_torch, {}))
         if self.device.type == "cuda" and case.window is None:
             peers.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
