@@ -158,7 +158,7 @@ def test_a_peer_that_fails_is_a_row_with_the_reason(monkeypatch):
         "failed: AttributeError: module 'libcachesim' has no attribute 'TraceType'"
     ] * 2
     assert all(row["seconds"] for row in rows if row["by"] != "libcachesim")
-    monkeypatch.setattr(caches.metadata, "version", lambda _: "1.0")
+    monkeypatch.setattr(caches, "version", lambda _: "1.0")
     monkeypatch.setattr(caches, "find_spec", lambda _: True)
     monkeypatch.setattr(caches, "REPLAY", "import json; json.no_replay")
     rows = bench_document("sim", "--quick")["rows"]
