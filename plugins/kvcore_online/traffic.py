@@ -111,6 +111,9 @@ class TrafficLog:
         names: hashes salts, sessions and keys of blocks.
         unlogged: called with the error of a request that cannot be written, which is left out:
             no value of one request ends the log of all.
+
+    Attributes:
+        file: the trace of the lines.
     """
 
     def __init__(
@@ -125,8 +128,8 @@ class TrafficLog:
     ) -> None:
         self._names = names
         self._unlogged = unlogged
-        self._file = LiveTrace(path, mode="wall")
-        self._trace = ClusterTrace(self._file)
+        self.file = LiveTrace(path, mode="wall")
+        self._trace = ClusterTrace(self.file)
         for replica in replicas:
             self._trace.recorder(replica.number).begin(
                 count="tokens",
@@ -169,26 +172,14 @@ class TrafficLog:
     def sync(self, now: int) -> None:
         """Flush all lines that do not wait to the file, which can be read up to them."""
         self._flush(now)
-        self._file.flush()
+        self.file.flush()
 
     def close(self, now: int) -> None:
         """Write all requests that are left, and END."""
         for flight in list(self._flights.values()):
             self.end(flight)
         self._flush(now + 1)
-        self._file.close()
-
-    def give_up(self, error: BaseException) -> None:
-        """Leave the unfinished file because of `error`.
-
-        Raises:
-            StorageError: `error` is one; says what is kept.
-        """
-        self._file.give_up(error)
-
-    def discard(self) -> None:
-        """Remove the file."""
-        self._file.discard()
+        self.file.close()
 
     def _final(self, flight: Flight) -> Sequence[Request]:
         """Return the requests of a flight as they are written; none if it is left out."""
@@ -200,19 +191,16 @@ class TrafficLog:
 
     def _write(self, flight: Flight) -> None:
         for request in flight.parts if flight.ended else self._final(flight):
-            self._write_one(flight, request)
-
-    def _write_one(self, flight: Flight, request: Request) -> None:
-        try:
-            self._trace.request(request, request.arrival)
-        except InputError as error:
-            self._unlogged(error)
-            return
-        prompt_tokens, now = len(request.keys) * request.key_tokens, request.arrival
-        for now, replica, tokens in flight.routes:
-            self._trace.route(now, request, replica, min(tokens, prompt_tokens))
-        if flight.refused:
-            self._trace.refuse(now, request, flight.refused)
+            try:
+                self._trace.request(request, request.arrival)
+            except InputError as error:
+                self._unlogged(error)
+                continue
+            prompt_tokens, now = len(request.keys) * request.key_tokens, request.arrival
+            for now, replica, tokens in flight.routes:
+                self._trace.route(now, request, replica, min(tokens, prompt_tokens))
+            if flight.refused:
+                self._trace.refuse(now, request, flight.refused)
 
     def _flush(self, now: int) -> None:
         """Write the lines before `now`, and before the first request that has not ended."""
