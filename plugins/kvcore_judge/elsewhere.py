@@ -58,16 +58,12 @@ def _main() -> None:
     """Run the cell that standard input has, and write how it ended."""
     answer: tuple[Any, ...]
     cell, limits, unsafe = pickle.load(sys.stdin.buffer)  # noqa: S301 - from `run_elsewhere`
-
-    def digest() -> str:
-        """Return the digest of the evictions."""
-        return run_cell(cell).evictions
-
     try:
         # Streams and packages are read from files, which a sandbox refuses, and kept.
         BASE.describe()
         run_cell(attrs.evolve(cell, entry=BASE))
-        answer = run_in_sandbox(digest, str, limits, unsafe=unsafe), "", "", None
+        digest = run_in_sandbox(lambda: run_cell(cell).evictions, str, limits, unsafe=unsafe)
+        answer = digest, "", "", None
     except BrokenRuleError as broken:
         answer = None, broken.rule, broken.what, None
     except InputError as error:

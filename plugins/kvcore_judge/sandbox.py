@@ -217,7 +217,7 @@ def _watch(
             _, status, used = os.wait4(child, 0)
     # One that ignores SIGXCPU is killed a second later.
     seconds = used.ru_utime + used.ru_stime
-    died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    died = -os.waitstatus_to_exitcode(status)
     if died == signal.SIGXCPU or (died == signal.SIGKILL and seconds >= limits.seconds):
         excess = _too_long(limits)
     return data, status, excess
@@ -242,11 +242,10 @@ def _too_long(limits: Limits) -> tuple[str, str]:
 
 def _how_it_died(status: int) -> tuple[str, str]:
     """Return the rule that a process broke which ended without a result, and what happened."""
-    died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if died == signal.SIGKILL:
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL:
         return "memory", "the system killed it, as it does when memory is short"
-    code = os.WEXITSTATUS(status) if not died else 0
-    how = signal.Signals(died).name if died else f"exit code {code}"
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return "ends the process", f"the process ended by {how}"
 
 
