@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from importlib import import_module
+from itertools import islice
 from math import inf, nan, sqrt
 from typing import Any, TypeAlias
 
@@ -229,14 +230,9 @@ class Bed:
         if not room:
             msg = f"{sum(counts):,} blocks are needed, and the pool has {len(self._order):,}"
             raise InputError(msg)
-        sets, begin = [], 0
         most = 1 if self.suite.settings.check else min(max(wanted, 3), COLD_SETS, room)
-        for _ in range(most):
-            tables = []
-            for blocks in counts:
-                tables.append(self._order[begin : begin + blocks])
-                begin += blocks
-            sets.append(tables)
+        order, begin = iter(self._order), most * sum(counts)
+        sets = [[[*islice(order, blocks)] for blocks in counts] for _ in range(most)]
         if begin > self._good:
             self.fill()
         self._good = begin
@@ -245,19 +241,15 @@ class Bed:
 
     def poisoned(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return block tables of sequences that are stored in a pool of NaN, token by token."""
-        size, begin = self.backend.layout.block_size, 0
+        size, order = self.backend.layout.block_size, iter(self._order)
         self._good = 0
         self.backend.fill(nan)
         tables = []
         for index, tokens in enumerate(lengths):
-            blocks = -(-tokens // size)
-            table = self._order[begin : begin + blocks]
-            begin += blocks
-            rows = (
-                self.random(tokens, KV_HEADS, WIDTH, seed=2 * index + part) for part in (0, 1)
-            )
-            self._store(table, 0, *rows)
-            tables.append(table)
+            tables.append([*islice(order, -(-tokens // size))])
+            seeds = 2 * index, 2 * index + 1
+            rows = (self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in seeds)
+            self._store(tables[-1], 0, *rows)
         return tables
 
     def decode(self, cases: Sequence[DecodeCase], *, poisoned: bool = False) -> Iterator[Row]:
@@ -476,22 +468,14 @@ class Bed:
             why = f"not measured: copies of more than {PEER_BYTES >> 30} GiB"
             peers = [(plain, why, {}), (gathered, why, {})]
         else:
-            keys, values = self.backend.layer_blocks(0)
+            parts, tokens = self.backend.layer_blocks(0), case.lengths[0]
             group = queries.view(len(queries), KV_HEADS, HEADS // KV_HEADS, WIDTH)
             contiguous: list[Call] = []
             gathering: list[Call] = []
-            for tables in sets:
-                index = self._ids(tables)
-                tokens = case.lengths[0]
-                dense, dense_values = (
-                    _gathered(part, index, tokens) for part in (keys, values)
-                )
-                contiguous.append(
-                    partial(scaled_dot_product_attention, group, dense, dense_values)
-                )
-                gathering.append(
-                    partial(_gather_and_attend, group, keys, values, index, tokens)
-                )
+            for index in map(self._ids, sets):
+                keys, values = (_gathered(part, index, tokens) for part in parts)
+                contiguous.append(partial(scaled_dot_product_attention, group, keys, values))
+                gathering.append(partial(_gather_and_attend, group, *parts, index, tokens))
             peers = [(plain, contiguous, {}), (gathered, gathering, {})]
         if self.device.type == "cuda":
             peers.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
@@ -503,7 +487,8 @@ class Bed:
         """Return other ways to compute several new tokens: by torch, FlashInfer."""
         peers: list[Version] = []
         if isinstance(self.backend, TorchBackend) and self.backend.attention != "sdpa":
-            plain = Sdpa(self.backend._pool, None, _pass)  # noqa: SLF001 - the same K/V
+            # The same K/V; that torch computes is the intention.
+            plain = Sdpa(self.backend._pool, None, lambda _reason: None)  # noqa: SLF001
             by_torch: list[Call] = []
             for tables in sets:
                 contexts = [tokens - case.new for tokens in case.lengths]
@@ -651,10 +636,6 @@ def failed_row(suite: str, operation: str, by: str, case: str, error: Exception)
     note = f"not available: {line}" if missing else f"failed: {type(error).__name__}: {line}"
     wrong = None if missing else inf
     return Row(suite=suite, operation=operation, case=case, by=by, note=note, error=wrong)
-
-
-def _pass(reason: str) -> None:
-    """Do nothing: that torch computes is the intention."""
 
 
 def _shuffled(blocks: int) -> list[int]:

@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import torch
 
-from kvcore.engine import Backend, TensorLayout
 from kvcore.errors import KvcoreError
 from kvcore.plugins import Plugins
 from kvcore_engine.bench.ceilings import measure_ceilings
@@ -39,7 +38,7 @@ CODECS = ("int8", "fp8-e4m3", "int4", "kivi:bits=4")
 
 
 def run_tensor_suite(
-    name: str, spec: str, settings: Settings, plugins: Plugins, tell: Tell | None
+    name: str, spec: str, settings: Settings, plugins: Plugins, tell: Tell
 ) -> tuple[list[Row], list[Ceiling], dict[str, Any]]:
     """Measure the suite `cpu` or `gpu` on a backend.
 
@@ -50,21 +49,20 @@ def run_tensor_suite(
     """
     brief = 0.05 if settings.quick else 0.5
     rows, first, last = [], {}, {}
+    seconds = {"cpu": (0.12, 0.03), "gpu": (0.2, 0.03)}[name][settings.quick]
+    suite = TensorSuite(name, spec, settings, plugins, seconds)
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        device = _device(spec, plugins)
+        device = Bed(suite, 1, "fp16").device
         on_gpu: Any = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with on_gpu:  # clocks and copies are of the current one
             machine = describe_machine(gpu=device.type == "cuda")
             if not settings.check:
                 first = measure_ceilings(device, brief)
-            seconds = {"cpu": (0.12, 0.03), "gpu": (0.2, 0.03)}[name][settings.quick]
-            suite = TensorSuite(name, spec, settings, plugins, seconds)
             for row in _gpu(suite) if name == "gpu" else _cpu(suite):
                 rows.append(row)
-                if tell is not None:
-                    tell(row)
+                tell(row)
             if not settings.check:
                 with suppress(RuntimeError):  # a GPU does nothing more after some faults
                     last = measure_ceilings(device, brief)
@@ -74,23 +72,6 @@ def run_tensor_suite(
         Ceiling(operation, rate, last.get(operation)) for operation, rate in first.items()
     ]
     return with_shares(rows, ceilings), ceilings, machine
-
-
-def _device(spec: str, plugins: Plugins) -> torch.device:
-    """Return the device of a backend, on which a small pool could be allocated."""
-    backend: Backend = plugins.build("backend", spec)
-    layout = TensorLayout(
-        blocks=1,
-        block_size=16,
-        layers=1,
-        kv_heads=1,
-        head_dim=64,
-        value_dim=64,
-        dtype="fp16",
-    )
-    backend.allocate(layout)
-    device: torch.device = backend.tensor([0]).device
-    return device
 
 
 def _poisoned(suite: TensorSuite, dtype: str, codec: str | None = None) -> Iterator[Row]:
