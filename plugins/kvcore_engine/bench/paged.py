@@ -75,6 +75,14 @@ class DecodeCase:
     sinks: int = 0
     target: Target | None = None
 
+    @classmethod
+    def even(cls, count: int, tokens: int, **options: Any) -> DecodeCase:
+        """Return the case of `count` sequences of equal length, named by its sizes."""
+        case = cls(name="", lengths=[tokens] * count, **options)
+        new = "" if case.new == 1 else f"{case.new:,} new of "
+        seen = "" if case.window is None else f", window {case.window:,}, sinks {case.sinks}"
+        return attrs.evolve(case, name=f"{count} x {new}{tokens:,}{seen}")
+
     @property
     def operation(self) -> str:
         """The name of what is measured: `decode` or, of several new tokens, `chunk`."""

@@ -103,15 +103,10 @@ def _cpu(suite: TensorSuite) -> Iterator[Row]:
     settings = suite.settings
     scale = 16 if settings.quick else 1
     cases = [
-        DecodeCase(name=f"8 x {2048 // scale:,}", lengths=[2048 // scale] * 8),
-        DecodeCase(name=f"1 x {8192 // scale:,}", lengths=[8192 // scale]),
-        DecodeCase(name=f"64 x {256 // scale:,}", lengths=[256 // scale] * 64),
-        DecodeCase(
-            name=f"1 x {8192 // scale:,}, window {1024 // scale:,}, sinks 4",
-            lengths=[8192 // scale],
-            window=1024 // scale,
-            sinks=4,
-        ),
+        DecodeCase.even(8, 2048 // scale),
+        DecodeCase.even(1, 8192 // scale),
+        DecodeCase.even(64, 256 // scale),
+        DecodeCase.even(1, 8192 // scale, window=1024 // scale, sinks=4),
         DecodeCase(
             name=f"{512 // scale:,} new of {4096 // scale:,}",
             lengths=[4096 // scale],
@@ -165,26 +160,21 @@ def _named(suite: TensorSuite, dtype: str) -> Iterator[Row]:
         return None if suite.short else Target(seconds=microseconds / 1e6)
 
     cases = [
-        DecodeCase(name=f"8 x {4 * k:,}", lengths=[4 * k] * 8, target=aim(40)),
-        DecodeCase(name=f"1 x {32 * k:,}", lengths=[32 * k], target=aim(41)),
-        DecodeCase(name=f"1 x {8 * k:,}", lengths=[8 * k], target=aim(16)),
+        DecodeCase.even(8, 4 * k, target=aim(40)),
+        DecodeCase.even(1, 32 * k, target=aim(41)),
+        DecodeCase.even(1, 8 * k, target=aim(16)),
         DecodeCase(name=f"64 ragged, {sum(ragged):,} tokens", lengths=ragged, target=aim(365)),
-        DecodeCase(
-            name=f"32 x {8 * k:,}, window {k:,}, sinks 4",
-            lengths=[8 * k] * 32,
-            window=k,
-            sinks=4,
-        ),
+        DecodeCase.even(32, 8 * k, window=k, sinks=4),
+        # Prompts whose beginning was hit, a chunk of a long one, and drafts that are verified.
+        DecodeCase.even(8, 4 * k, new=k // 2),
+        DecodeCase.even(1, 32 * k, new=2 * k),
+        DecodeCase.even(32, 4 * k, new=FEW),
     ]
-    # Prompts whose beginning was hit, a chunk of a long one, and drafts that are verified.
-    for count, tokens, new in ((8, 4 * k, k // 2), (1, 32 * k, 2 * k), (32, 4 * k, FEW)):
-        name = f"{count} x {new:,} new of {tokens:,}"
-        cases.append(DecodeCase(name=name, lengths=[tokens] * count, new=new))
     wanted = [case.lengths for case in cases if suite.settings.wants(case.operation)]
     rooms = (sum(-(-tokens // 16) * 16 for tokens in lengths) for lengths in wanted)
     room = max(rooms, default=0)
     yield from Bed(suite, 3 * room, dtype).decode(cases)
-    coded = DecodeCase(name=f"32 x {4 * k:,}", lengths=[4 * k] * 32, target=aim(90))
+    coded = DecodeCase.even(32, 4 * k, target=aim(90))
     yield from Bed(suite, 3 * sum(coded.lengths), dtype, "fp8-e4m3").decode([coded])
 
 
@@ -217,14 +207,10 @@ def _grid(suite: TensorSuite, dtype: str) -> Iterator[Row]:
         ((batch, context) for batch in GRID_BATCHES for context in GRID_CONTEXTS),
         key=lambda cell: cell[0] * cell[1],
     )
-    cases = [
-        DecodeCase(
-            name=f"{batch} x {context:,}",
-            lengths=[context] * batch,
-            target=READ_SHARE if batch * context * 4096 >= LARGE else None,
-        )
-        for batch, context in cells
-    ]
+    cases = []
+    for batch, context in cells:
+        target = READ_SHARE if batch * context * 4096 >= LARGE else None
+        cases.append(DecodeCase.even(batch, context, target=target))
     tokens = GRID_BATCHES[-1] * GRID_CONTEXTS[-1]
     bed = Bed(suite, tokens, dtype)
     while tokens > GRID_CONTEXTS[-1] and not suite.settings.late:
