@@ -113,7 +113,7 @@ class Breach(BaseException):
 
 
 class BrokenRuleError(Exception):
-    """Raised in the sandbox by a check which a policy fails, and outside of it likewise.
+    """Raised by a check which a policy fails, in the sandbox and again in its judge.
 
     Attributes:
         rule: name of the rule.
