@@ -97,30 +97,24 @@ def _show_rules(config: RunConfig, *, as_json: bool) -> None:
     values = {**config.options, **rules.choices(), **rules.options()}
     own = [name for name in rules.options() if name not in CHOICES]
     names = (*LIMITS, *CHOICES, *own, "scheduler", "eviction", "prefix")
+    rows = [
+        (name, values[name], plain.get(name), meanings.get(name, "").rstrip("."))
+        for name in names
+    ]
     if as_json:
         options = {
-            name: {
-                "value": _as_json(values[name]),
-                "kvcore": _as_json(plain.get(name)),
-                "meaning": meanings.get(name, "").rstrip("."),
-            }
-            for name in names
+            name: {"value": _as_json(value), "kvcore": _as_json(own), "meaning": meaning}
+            for name, value, own, meaning in rows
         }
         emit_json({"schema": 1, "rules": rules.name, "options": options})
         return
-    rows = [
-        (
-            name,
-            as_text(values[name]),
-            as_text(plain.get(name, "-")),
-            meanings.get(name, "").rstrip("."),
-        )
-        for name in names
-    ]
     about = "" if config.like is None else (getdoc(type(rules)) or "").partition("\n\n")[0]
-    print_sections(
-        " ".join(about.split()), Table(("option", "value", "kvcore", "meaning"), rows, ())
-    )
+    cells = [
+        (name, as_text(value), as_text(plain.get(name, "-")), meaning)
+        for name, value, _, meaning in rows
+    ]
+    headers = ("option", "value", "kvcore", "meaning")
+    print_sections(" ".join(about.split()), Table(headers, cells, ()))
 
 
 def _as_json(value: Any) -> Any:

@@ -83,7 +83,7 @@ class _Record:
 
     positions: torch.Tensor | None = None
     turned: torch.Tensor | None = None
-    originals: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None
+    originals: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     attention: torch.Tensor | None = None
     queries: dict[int, torch.Tensor] = attrs.field(factory=dict)
     asked: list[int] = attrs.field(factory=list)
@@ -342,9 +342,13 @@ class Compactor:
                     ranks = positions[-1].argsort(1).argsort(1)
                     turned.append(ranks + seq.position - kept)
                     shift = turned[-1] - positions[-1]
-                originals.append(
-                    self._move(record, layer, (table, into), sources, stays, shift)
-                )
+                    originals.append(self._originals(record, layer, table, sources, shift))
+                heads, moved = (~stays).nonzero().unbind(1)
+                if len(heads):
+                    moves = torch.stack((heads, sources[heads, moved], moved))
+                    backend.move_tokens(layer, table, into, moves)
+                if shift is not None:
+                    self._write_turned(layer, into, shift, originals[-1][1])
         record.positions = torch.stack(positions)
         if policy.rebases:
             record.turned, record.originals = torch.stack(turned), originals
@@ -369,32 +373,6 @@ class Compactor:
             for part in held
         )
         backend.store(layer, plan, *rows)
-
-    def _move(
-        self,
-        record: _Record,
-        layer: int,
-        tables: tuple[Ids, Ids],
-        sources: torch.Tensor,
-        stays: torch.Tensor,
-        shift: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Move the tokens of a layer that do not stay where they are, and rotate keys.
-
-        `tables` are the blocks before and after, `sources` and `stays` those of `_assign`,
-        and `shift` by how many positions keys are rotated. Returns `_Record.originals`.
-        """
-        table, into = tables
-        originals = None
-        if shift is not None:
-            originals = self._originals(record, layer, table, sources, shift)
-        heads, moved_tokens = (~stays).nonzero().unbind(1)
-        if len(heads):
-            moves = torch.stack((heads, sources[heads, moved_tokens], moved_tokens))
-            self._backend.move_tokens(layer, table, into, moves)
-        if shift is not None and originals is not None:
-            self._write_turned(layer, into, shift, originals[1])
-        return originals
 
     def _read(
         self,

@@ -18,15 +18,16 @@ import msgspec
 from kvcore.errors import InputError
 from kvcore_judge.cells import Cell, run_cell
 from kvcore_judge.leaderboard import BASE
-from kvcore_judge.sandbox import Ended, Limits, run_in_sandbox
+from kvcore_judge.sandbox import BrokenRuleError, Limits, run_in_sandbox
 
 _SEEDS = "1", "2"
 
 
-def run_elsewhere(cell: Cell, limits: Limits, *, unsafe: bool = False) -> Ended:
+def run_elsewhere(cell: Cell, limits: Limits, *, unsafe: bool = False) -> str:
     """Run a cell in another interpreter; return the digest of its evictions.
 
     Raises:
+        BrokenRuleError: the policy breaks a rule there.
         InputError: the stream, or the file of the policy, is not what it was.
     """
     own = os.environ.get("PYTHONHASHSEED")
@@ -48,24 +49,23 @@ def run_elsewhere(cell: Cell, limits: Limits, *, unsafe: bool = False) -> Ended:
     result, rule, what, wrong = msgspec.json.decode(answer, type=form)
     if wrong is not None:
         raise InputError(wrong)
-    return Ended(result, rule, what)
+    if rule:
+        raise BrokenRuleError(what, rule=rule)
+    return str(result)
 
 
 def _main() -> None:
     """Run the cell that standard input has, and write how it ended."""
     answer: tuple[Any, ...]
     cell, limits, unsafe = pickle.load(sys.stdin.buffer)  # noqa: S301 - from `run_elsewhere`
-
-    def digest() -> str:
-        """Return the digest of the evictions."""
-        return run_cell(cell).evictions
-
     try:
         # Streams and packages are read from files, which a sandbox refuses, and kept.
         BASE.describe()
         run_cell(attrs.evolve(cell, entry=BASE))
-        ended = run_in_sandbox(digest, str, limits, unsafe=unsafe)
-        answer = ended.result, ended.rule, ended.what, None
+        digest = run_in_sandbox(lambda: run_cell(cell).evictions, str, limits, unsafe=unsafe)
+        answer = digest, "", "", None
+    except BrokenRuleError as broken:
+        answer = None, broken.rule, broken.what, None
     except InputError as error:
         answer = None, "", "", str(error)
     sys.stdout.flush()

@@ -212,7 +212,13 @@ def make_leaderboard(
             if digest in done
         }
         todo = [index for index, digest in enumerate(digests) if digest not in done]
-        calls = [_call(*pairs[index]) for index in todo]
+        calls = [
+            Call(
+                partial(run_cell, Cell(entry, column.stream, column.share), timed=column.timed),
+                f"policy {entry.text!r} on {column.name}",
+            )
+            for entry, column in (pairs[index] for index in todo)
+        ]
         with progress("judging", len(todo)) as tick:
             for number, result in call_all(calls, jobs):
                 entry, column = pairs[todo[number]]
@@ -238,14 +244,6 @@ def _about(stream: Stream) -> dict[str, Any]:
         "key_tokens": read.key_tokens,
         "footprint_blocks": read.blocks,
     }
-
-
-def _call(entry: Entry, column: Column) -> Call[CellResult]:
-    cell = Cell(entry, column.stream, column.share)
-    return Call(
-        partial(run_cell, cell, timed=column.timed),
-        f"policy {entry.text!r} on {column.name}",
-    )
 
 
 def _digest(

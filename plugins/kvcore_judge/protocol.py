@@ -134,11 +134,6 @@ class Panel:
     shares: tuple[int, ...] = SHARES
 
     @property
-    def cells(self) -> int:
-        """The number of cells."""
-        return len(self.names)
-
-    @property
     def notes(self) -> list[str]:
         """Remarks about the requests of its streams, each after the name of the stream."""
         return [

@@ -113,7 +113,7 @@ class Breach(BaseException):
 
 
 class BrokenRuleError(Exception):
-    """Raised in the sandbox by a check which a policy fails.
+    """Raised by a check which a policy fails, in the sandbox and again in its judge.
 
     Attributes:
         rule: name of the rule.
@@ -138,25 +138,10 @@ class Limits:
     memory: int = 2 << 30
 
 
-@attrs.frozen
-class Ended:
-    """How a sandbox ended: with a result, or by a rule that was broken.
-
-    Attributes:
-        result: what the function returned; None if a rule was broken.
-        rule: the rule; empty if none was.
-        what: what happened.
-    """
-
-    result: Any = None
-    rule: str = ""
-    what: str = ""
-
-
 def run_in_sandbox(
     function: Callable[[], Any], kind: Any, limits: Limits, *, unsafe: bool = False
-) -> Ended:
-    """Run `function` in a sandbox; return its result, sent as JSON, or the broken rule.
+) -> Any:
+    """Run `function` in a sandbox; return its result, sent as JSON.
 
     Args:
         function: the function. It may raise InputError, which is raised here.
@@ -165,6 +150,7 @@ def run_in_sandbox(
         unsafe: whether to run it although the kernel cannot refuse writes and connections.
 
     Raises:
+        BrokenRuleError: it broke a rule, or its process did.
         InputError: this system has no Landlock or seccomp, and `unsafe` is False; or it does
             not give a process these limits.
     """
@@ -183,19 +169,23 @@ def run_in_sandbox(
     os.close(writer)
     data, status, excess = _watch(child, reader, limits)
     if excess or status or not data.strip():
-        return Ended(None, *(excess or _how_it_died(status)))
+        broken, what = excess or _how_it_died(status)
+        raise BrokenRuleError(what, rule=broken)
     try:
         form: Any = tuple[kind | None, str, str, str | None]
         result, rule, what, wrong = msgspec.convert(parse_json(bytes(data)), form)
     except (ValueError, msgspec.ValidationError) as error:
-        return Ended(None, "contract", f"its process answers what is no verdict: {error}")
+        what = f"its process answers what is no verdict: {error}"
+        raise BrokenRuleError(what, rule="contract") from error
     if wrong is not None:
         who = "the process of the policy says: " if data.startswith(BEGUN) else ""
         msg = f"{who}{wrong}"
         raise InputError(msg)
     if result is None and not rule:
-        return Ended(None, "contract", "its process answers neither a result nor a rule")
-    return Ended(result, rule, what)
+        rule, what = "contract", "its process answers neither a result nor a rule"
+    if rule:
+        raise BrokenRuleError(what, rule=rule)
+    return result
 
 
 def _watch(
@@ -227,7 +217,7 @@ def _watch(
             _, status, used = os.wait4(child, 0)
     # One that ignores SIGXCPU is killed a second later.
     seconds = used.ru_utime + used.ru_stime
-    died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    died = -os.waitstatus_to_exitcode(status)
     if died == signal.SIGXCPU or (died == signal.SIGKILL and seconds >= limits.seconds):
         excess = _too_long(limits)
     return data, status, excess
@@ -252,11 +242,10 @@ def _too_long(limits: Limits) -> tuple[str, str]:
 
 def _how_it_died(status: int) -> tuple[str, str]:
     """Return the rule that a process broke which ended without a result, and what happened."""
-    died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if died == signal.SIGKILL:
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL:
         return "memory", "the system killed it, as it does when memory is short"
-    code = os.WEXITSTATUS(status) if not died else 0
-    how = signal.Signals(died).name if died else f"exit code {code}"
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return "ends the process", f"the process ended by {how}"
 
 
@@ -267,11 +256,11 @@ def _run_child(
     answer: tuple[Any, str, str, str | None]
     try:
         try:
-            answer = *_attempt(function, limits, writer, unsafe=unsafe), None
+            answer = _attempt(function, limits, writer, unsafe=unsafe), "", "", None
         except InputError as error:
             answer = None, "", "", str(error)
         except BaseException as error:  # noqa: BLE001 - told to the parent
-            answer = *_told(error), None
+            answer = None, *_told(error), None
         _state.watching = False
         try:
             data = msgspec.json.encode(answer)
@@ -285,21 +274,19 @@ def _run_child(
         os._exit(0)
 
 
-def _told(error: BaseException) -> tuple[Any, str, str]:
+def _told(error: BaseException) -> tuple[str, str]:
     """Return the rule that an exception stands for, and what it says."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, (Breach, BrokenRuleError)):
-            return None, chain.rule, chain.what
+            return chain.rule, chain.what
         if isinstance(chain, MemoryError):
-            return None, "memory", "it needed more memory than the limit"
+            return "memory", "it needed more memory than the limit"
         chain = chain.__cause__ or chain.__context__
-    return None, "contract", f"{type(error).__name__}: {error}"
+    return "contract", f"{type(error).__name__}: {error}"
 
 
-def _attempt(
-    function: Callable[[], Any], limits: Limits, writer: int, *, unsafe: bool
-) -> tuple[Any, str, str]:
+def _attempt(function: Callable[[], Any], limits: Limits, writer: int, *, unsafe: bool) -> Any:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.setsid()
     address_space = _address_space() + limits.memory
@@ -329,8 +316,8 @@ def _attempt(
     os.write(writer, BEGUN)
     result = function()
     if _state.breach is not None:
-        return None, _state.breach.rule, _state.breach.what
-    return result, "", ""
+        raise _state.breach
+    return result
 
 
 def _address_space() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from decimal import Context, Decimal
+from decimal import Context, Decimal, localcontext
 from random import Random
 
 import attrs
@@ -75,11 +75,9 @@ def _mean(ratios: Iterable[Decimal | None]) -> str | None:
     if not known:
         return None
     # Decimal logarithms are rounded correctly, so that machines agree on every digit.
-    logs = [_EXACT.ln(ratio) for ratio in known]
-    total = Decimal(0)
-    for log in logs:
-        total = _EXACT.add(total, log)
-    return _digits(_EXACT.exp(_EXACT.divide(total, Decimal(len(logs)))))
+    with localcontext(_EXACT):
+        mean = sum((ratio.ln() for ratio in known), Decimal(0)) / len(known)
+        return _digits(mean.exp())
 
 
 def _digits(value: Decimal) -> str:

@@ -21,7 +21,7 @@ from kvcore_judge.rules import (
     check_kit,
     check_reads_no_future,
 )
-from kvcore_judge.sandbox import Ended, Limits, run_in_sandbox
+from kvcore_judge.sandbox import BrokenRuleError, Limits, run_in_sandbox
 from kvcore_judge.scores import Score, ratio_of, score_of
 
 SCHEMA = 1
@@ -107,31 +107,20 @@ class Judge:
         """
         if entry.path is None or not entry.path.is_file():
             entry.build()  # which says if there is none: the sandbox has rules on files
-        about = self._sandboxed(entry.describe, dict[str, Any])
-        if about.rule:
-            return Verdict({}, about.rule, about.what)
+        about: dict[str, Any] = {}
         tests = 0
-        if self._kit:
-            kit = self._sandboxed(partial(check_kit, entry), int)
-            if kit.rule:
-                return Verdict(about.result, kit.rule, kit.what)
-            tests = kit.result
-        played = self._sandboxed(partial(self._play, entry), list[CellResult])
-        if played.rule:
-            return Verdict(about.result, played.rule, played.what, tests)
-        optima = [column.optimum for column, _ in self._columns]
-        hits = [result.total for result in played.result or ()]
-        if len(hits) != len(optima) or any(map(gt, hits, optima)) or min(hits) < 0:
-            what = (
-                "its hits are none that a policy can have: it changes the cache that it is in"
-            )
-            return Verdict(about.result, "contract", what, tests)
-        broken = self._decides_otherwise(entry, played.result)
-        if broken.rule:
-            return Verdict(about.result, broken.rule, broken.what, tests)
+        try:
+            about = self._sandboxed(entry.describe, dict[str, Any])
+            if self._kit:
+                tests = self._sandboxed(partial(check_kit, entry), int)
+            played = self._sandboxed(partial(self._play, entry), list[CellResult])
+            self._check_hits([result.total for result in played])
+            self._check_other_hashes(entry, played)
+        except BrokenRuleError as broken:
+            return Verdict(about, broken.rule, broken.what, tests)
         ratios, cells = [], []
-        tuned = entry.tuned(self.panel, about.result["name"])
-        for (column, base), result in zip(self._columns, played.result, strict=True):
+        tuned = entry.tuned(self.panel, about["name"])
+        for (column, base), result in zip(self._columns, played, strict=True):
             numbers = result.total, base.total, column.optimum
             known = column.stream.name in tuned
             ratios.append(ratio_of(column.name, *numbers, tuned=known))
@@ -146,24 +135,32 @@ class Judge:
                     "tuned": known,
                 }
             )
-        return Verdict(about.result, tests=tests, score=score_of(ratios), cells=cells)
+        return Verdict(about, tests=tests, score=score_of(ratios), cells=cells)
 
-    def _sandboxed(self, function: Callable[[], Any], kind: Any) -> Ended:
+    def _sandboxed(self, function: Callable[[], Any], kind: Any) -> Any:
         return run_in_sandbox(function, kind, self._limits, unsafe=self._unsafe)
 
-    def _decides_otherwise(self, entry: Entry, played: Sequence[CellResult]) -> Ended:
-        """Return the rule that it breaks in an interpreter in which text has other hashes."""
+    def _check_hits(self, hits: Sequence[int]) -> None:
+        """Raise BrokenRuleError for hits that no policy can have."""
+        optima = [column.optimum for column, _ in self._columns]
+        if len(hits) != len(optima) or any(map(gt, hits, optima)) or min(hits) < 0:
+            what = (
+                "its hits are none that a policy can have: it changes the cache that it is in"
+            )
+            raise BrokenRuleError(what, rule="contract")
+
+    def _check_other_hashes(self, entry: Entry, played: Sequence[CellResult]) -> None:
+        """Raise BrokenRuleError if it decides otherwise where text has other hashes."""
         middle = len(self.panel.shares) // 2
         cell = Cell(entry, self.panel.streams[0], self.panel.shares[middle])
         again = run_elsewhere(cell, self._limits, unsafe=self._unsafe)
-        if again.rule or again.result == played[middle].evictions:
-            return again
-        what = (
-            f"on {cell.stream.name} in {played[middle].blocks:,} blocks it evicts in another "
-            "order in an interpreter with another PYTHONHASHSEED: nothing may depend on the "
-            "hashes of text, nor on the order of a set"
-        )
-        return Ended(None, "deterministic", what)
+        if again != played[middle].evictions:
+            what = (
+                f"on {cell.stream.name} in {played[middle].blocks:,} blocks it evicts in "
+                "another order in an interpreter with another PYTHONHASHSEED: nothing may "
+                "depend on the hashes of text, nor on the order of a set"
+            )
+            raise BrokenRuleError(what, rule="deterministic")
 
     def _play(self, entry: Entry) -> list[CellResult]:
         """Check the rules on the panel, and return the result of each cell."""

@@ -131,7 +131,11 @@ def work(
         "headline": report.headline,
         "digest": board.about[entry.text]["source"],
         "tables": [
-            {"title": title, "headers": table.headers, "rows": _texts(table)}
+            {
+                "title": title,
+                "headers": table.headers,
+                "rows": [[*map(str, row)] for row in table.rows],
+            }
             for title, table in tables.items()
             if table.rows
         ],
@@ -142,10 +146,6 @@ def work(
         "reading": "\n".join([report.reading, *panel.notes]),
         "document": orjson.dumps(board.document(), option=_OPTIONS).decode(),
     }
-
-
-def _texts(table: Table) -> list[list[str]]:
-    return [[str(cell) for cell in row] for row in table.rows]
 
 
 def _hits(board: Leaderboard) -> Table:

@@ -10,11 +10,11 @@ from typing import Any, cast
 import attrs
 
 from kvcore.engine import Generator, Sampling
-from kvcore.errors import KvcoreError, shorten
-from kvcore.plugins.base import FAILURES, raise_policy_error
+from kvcore.errors import shorten
 from kvcore.plugins.options import nearest
 from kvcore.request import block_keys
 from kvcore.untrusted import LONGEST_SALT, parse_json
+from kvcore_engine.executor import call
 from kvcore_engine.tokens import SampledRequest, hashed
 from kvcore_online.listener import ApiError
 from kvcore_online.prompts import ASKED_OUTPUT, token_ids
@@ -301,12 +301,8 @@ class CallReader:
 
     def _encoded(self, encode: Callable[..., list[int]], *texts: Any) -> list[int]:
         """Return the token ids of a text or a chat, or report that the generator has failed."""
-        try:
-            return encode(*texts)
-        except KvcoreError:
-            raise
-        except FAILURES as error:
-            raise_policy_error(cast("Generator", self.model), encode.__name__, error)
+        ids: list[int] = call(cast("Generator", self.model), encode, *texts)
+        return ids
 
     def _sampling(self, document: dict[str, Any]) -> Sampling | None:
         """Return how the tokens of a call are drawn; None: as those of the generator."""

@@ -449,7 +449,7 @@ class Fleet:
             except StorageError as error:
                 self.log, self.log_error = None, error
                 try:
-                    log.give_up(error)
+                    log.file.give_up(error)
                 except StorageError as kept:
                     self.log_error = kept
                 warn(f"{self.log_error}; the proxy goes on without a trace")
@@ -536,7 +536,7 @@ class Fleet:
     def discard(self) -> None:
         """Remove the trace."""
         if self.log is not None:
-            self.log.discard()
+            self.log.file.discard()
             self.log = None
 
     async def stop(self) -> None:

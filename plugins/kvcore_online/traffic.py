@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,9 @@ class TrafficLog:
         names: hashes salts, sessions and keys of blocks.
         unlogged: called with the error of a request that cannot be written, which is left out:
             no value of one request ends the log of all.
+
+    Attributes:
+        file: the trace of the lines.
     """
 
     def __init__(
@@ -125,8 +128,8 @@ class TrafficLog:
     ) -> None:
         self._names = names
         self._unlogged = unlogged
-        self._file = LiveTrace(path, mode="wall")
-        self._trace = ClusterTrace(self._file)
+        self.file = LiveTrace(path, mode="wall")
+        self._trace = ClusterTrace(self.file)
         for replica in replicas:
             self._trace.recorder(replica.number).begin(
                 count="tokens",
@@ -169,26 +172,14 @@ class TrafficLog:
     def sync(self, now: int) -> None:
         """Flush all lines that do not wait to the file, which can be read up to them."""
         self._flush(now)
-        self._file.flush()
+        self.file.flush()
 
     def close(self, now: int) -> None:
         """Write all requests that are left, and END."""
         for flight in list(self._flights.values()):
             self.end(flight)
         self._flush(now + 1)
-        self._file.close()
-
-    def give_up(self, error: BaseException) -> None:
-        """Leave the unfinished file because of `error`.
-
-        Raises:
-            StorageError: `error` is one; says what is kept.
-        """
-        self._file.give_up(error)
-
-    def discard(self) -> None:
-        """Remove the file."""
-        self._file.discard()
+        self.file.close()
 
     def _final(self, flight: Flight) -> Sequence[Request]:
         """Return the requests of a flight as they are written; none if it is left out."""
@@ -200,19 +191,16 @@ class TrafficLog:
 
     def _write(self, flight: Flight) -> None:
         for request in flight.parts if flight.ended else self._final(flight):
-            self._write_one(flight, request)
-
-    def _write_one(self, flight: Flight, request: Request) -> None:
-        try:
-            self._trace.request(request, request.arrival)
-        except InputError as error:
-            self._unlogged(error)
-            return
-        prompt_tokens, now = len(request.keys) * request.key_tokens, request.arrival
-        for now, replica, tokens in flight.routes:
-            self._trace.route(now, request, replica, min(tokens, prompt_tokens))
-        if flight.refused:
-            self._trace.refuse(now, request, flight.refused)
+            try:
+                self._trace.request(request, request.arrival)
+            except InputError as error:
+                self._unlogged(error)
+                continue
+            prompt_tokens, now = len(request.keys) * request.key_tokens, request.arrival
+            for now, replica, tokens in flight.routes:
+                self._trace.route(now, request, replica, min(tokens, prompt_tokens))
+            if flight.refused:
+                self._trace.refuse(now, request, flight.refused)
 
     def _flush(self, now: int) -> None:
         """Write the lines before `now`, and before the first request that has not ended."""
@@ -229,12 +217,6 @@ def _divided(total: int, weights: Sequence[int]) -> list[int]:
     whole = sum(weights)
     ends = [total * end // whole for end in accumulate(weights)]
     return [end - begin for begin, end in pairwise([0, *ends])]
-
-
-def _quick(metric: Any) -> Any:
-    """Return a metric that remembers its samples by their labels: few, and looked up often."""
-    metric.labels = cache(metric.labels)
-    return metric
 
 
 class Metrics:
@@ -265,45 +247,29 @@ class Metrics:
         self._registry = registry = client.CollectorRegistry()
         self._text = client.generate_latest
 
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return _quick(
-                client.Counter(f"kvcore_route_{name}", text, labels, registry=registry)
-            )
+        def made(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+            """Return a metric that keeps its samples by labels: few, and looked up often."""
+            metric = kind(f"kvcore_route_{name}", text, labels, registry=registry, **more)
+            metric.labels = cache(metric.labels)
+            return metric
 
-        by_replica = "replica"
-        self.requests = counter(
-            "requests", "Requests by how they were answered.", by_replica, "status"
-        )
-        self.retries = counter("retries", "Requests that it did not answer.", by_replica)
-        self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by_replica)
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by_replica)
-        self.prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens, as estimated.", by_replica
-        )
+        counter, by = partial(made, client.Counter), "replica"
+        self.requests = counter("requests", "Requests by how they were answered.", by, "status")
+        self.retries = counter("retries", "Requests that it did not answer.", by)
+        self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by)
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, as estimated.", by)
         self.unlogged = counter("unlogged", "Requests left out of the trace.")
-        self.lost_batches = counter(
-            "lost_batches", "Batches of KV events not read.", by_replica
-        )
-        self.ignored_events = counter(
-            "ignored_events", "KV events of blocks whose keys are unknown.", by_replica
-        )
+        self.lost_batches = counter("lost_batches", "Batches of KV events not read.", by)
+        text = "KV events of blocks whose keys are unknown."
+        self.ignored_events = counter("ignored_events", text, by)
         self.restarts = counter("restarts", "Background work started again.", "what")
-        self.first_byte = _quick(
-            client.Histogram(
-                "kvcore_route_first_byte_seconds",
-                "From arrival to the first byte of the answer.",
-                [by_replica],
-                buckets=FIRST_TOKEN,
-                registry=registry,
-            )
+        text = "From arrival to the first byte of the answer."
+        self.first_byte = made(
+            client.Histogram, "first_byte_seconds", text, by, buckets=FIRST_TOKEN
         )
-        gauge, text = client.Gauge, "Requests that a server has."
-        self.in_flight = _quick(
-            gauge("kvcore_route_in_flight", text, [by_replica], registry=registry)
-        )
-        self.up = gauge(
-            "kvcore_route_up", "1 if it is sent requests.", [by_replica], registry=registry
-        )
+        self.in_flight = made(client.Gauge, "in_flight", "Requests that a server has.", by)
+        self.up = made(client.Gauge, "up", "1 if it is sent requests.", by)
 
     def text(self) -> bytes:
         """Return all metrics."""

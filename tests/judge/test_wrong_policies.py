@@ -14,7 +14,7 @@ import pytest
 from kvcore.errors import InputError
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import Panel, Stream
-from kvcore_judge.sandbox import Limits, landlock_version, run_in_sandbox
+from kvcore_judge.sandbox import BrokenRuleError, Limits, landlock_version, run_in_sandbox
 from kvcore_judge.verdict import Judge
 
 pytestmark = pytest.mark.skipif(
@@ -278,7 +278,7 @@ def test_the_root_folder_can_be_listed_and_its_files_read():
             Path(path).open("rb").close()
         return len([*Path("/").iterdir()])
 
-    assert run_in_sandbox(listed, int, Limits()).result == len([*Path("/").iterdir()])
+    assert run_in_sandbox(listed, int, Limits()) == len([*Path("/").iterdir()])
 
 
 def test_a_policy_opens_few_files(judge, tmp_path):
@@ -304,7 +304,9 @@ def test_a_policy_that_ignores_the_signal_of_its_limit_took_too_long(monkeypatch
         while True:
             pass
 
-    assert run_in_sandbox(spin, int, Limits(seconds=1)).rule == "time"
+    with pytest.raises(BrokenRuleError) as broken:
+        run_in_sandbox(spin, int, Limits(seconds=1))
+    assert broken.value.rule == "time"
 
 
 def test_a_policy_ends_if_its_judge_is_interrupted(monkeypatch):

@@ -202,7 +202,7 @@ def test_an_unfinished_log_has_all_lines_that_do_not_wait(tmp_path):
     log.end(flights[0])
     log.end(flights[2])
     log.sync(1_000)
-    log._file._sink._wait()
+    log.file._sink._wait()
     (part,) = tmp_path.glob("*.part")
     assert [line.event for line in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
     log.close(1_000)

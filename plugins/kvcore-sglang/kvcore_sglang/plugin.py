@@ -162,6 +162,17 @@ def _around(method: Callable[..., Any], core: str = "") -> tuple[str, Callable[.
     return "AROUND", hook
 
 
+def _telling(event: str) -> tuple[str, Callable[..., None]]:
+    """Return a hook that tells the host what the hooked method has done to its first node."""
+
+    def tell(
+        strategy: KvcoreStrategy, _result: Any, owner: Any, node: Any, *_more: Any, **_: Any
+    ) -> None:
+        strategy.tell(event, _node(owner, node))
+
+    return _after(tell)
+
+
 # Checks that a cache can be hosted.
 
 
@@ -244,22 +255,6 @@ def _split(
     strategy.tell("split", upper, child)
 
 
-def _removed(strategy: KvcoreStrategy, _result: Any, _owner: Any, node: Any) -> None:
-    strategy.tell("removed", node)
-
-
-def _locked(
-    strategy: KvcoreStrategy, _result: Any, owner: Any, node: Any, *_more: Any, **_: Any
-) -> None:
-    strategy.tell("locked", _node(owner, node))
-
-
-def _unlocked(
-    strategy: KvcoreStrategy, _result: Any, owner: Any, node: Any, *_more: Any, **_: Any
-) -> None:
-    strategy.tell("unlocked", _node(owner, node))
-
-
 def _reset(strategy: KvcoreStrategy, _result: None, _owner: Any) -> None:
     strategy.reset()
 
@@ -336,9 +331,9 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "base_prefix_cache.BasePrefixCache.on_release": _around(_ended),
     f"{_UNIFIED}.on_release": _around(_ended, "tree_core"),
     f"{_RADIX}._split_node": _after(_split),
-    f"{_RADIX}._delete_leaf": _after(_removed),
-    f"{_RADIX}.inc_lock_ref": _after(_locked),
-    f"{_RADIX}.dec_lock_ref": _after(_unlocked),
+    f"{_RADIX}._delete_leaf": _telling("removed"),
+    f"{_RADIX}.inc_lock_ref": _telling("locked"),
+    f"{_RADIX}.dec_lock_ref": _telling("unlocked"),
     f"{_RADIX}.evict": _around(_evict),
     f"{_CORE}.__init__": _after(_made_core),
     f"{_CORE}.reset": _after(_reset),
@@ -346,11 +341,11 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{_CORE}.begin_insert": _around(_insert),
     f"{_UNIFIED}.checkpoint_into_tree": _around(_checkpoint, "tree_core"),
     f"{_CORE}._split_node": _after(_split),
-    f"{_CORE}._remove_leaf_from_parent": _after(_removed),
-    f"{_CORE}.inc_lock_ref": _after(_locked),
-    f"{_CORE}.dec_lock_ref": _after(_unlocked),
-    f"{_CORE}.inc_full_pin": _after(_locked),
-    f"{_CORE}.dec_full_pin": _after(_unlocked),
+    f"{_CORE}._remove_leaf_from_parent": _telling("removed"),
+    f"{_CORE}.inc_lock_ref": _telling("locked"),
+    f"{_CORE}.dec_lock_ref": _telling("unlocked"),
+    f"{_CORE}.inc_full_pin": _telling("locked"),
+    f"{_CORE}.dec_full_pin": _telling("unlocked"),
     f"{_FULL}._evict_device_start": _around(_evict_start, "tree_core"),
     f"{_FULL}._evict_device_next_node": _around(_evict_next, "tree_core"),
     f"{_UNIFIED}.init_hicache": _around(_with_tier, "tree_core"),

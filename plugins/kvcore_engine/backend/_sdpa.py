@@ -110,12 +110,13 @@ class Sdpa:
         layer: int,
         plan: StepPlan,
         queries: Tensor,
-        scale: float | None,
-        window: int | None,
-        sinks: int,
         sums: list[Tensor] | None = None,
         dense: Sequence[int] | None = None,
         selected: Iterable[BlockSelection] = (),
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output, `[rows, query_heads, value_dim]`.

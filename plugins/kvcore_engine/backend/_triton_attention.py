@@ -590,19 +590,7 @@ class TritonAttention(AttentionKernel):
         sums: list[Tensor] | None,
     ) -> None:
         """Compute the rows of the plan's tokens; add their weights to `sums`."""
-        with _current(queries):
-            self._launch(layer, plan, queries.contiguous(), out, scale, sums)
-
-    def _launch(
-        self,
-        layer: int,
-        plan: AttentionPlan,
-        queries: Tensor,
-        out: Tensor,
-        scale: float | None,
-        sums: list[Tensor] | None,
-    ) -> None:
-        """Attend as `attend` does, on the current device."""
+        queries = queries.contiguous()
         _, kv_heads, group, width = queries.shape
         pool, coding = self._pool, self._coding
         size, value_width = pool.layout.block_size, out.shape[3]
@@ -620,62 +608,63 @@ class TritonAttention(AttentionKernel):
         shape, warps = self._shape(group, launch.tokens, windowed=launch.windowed)
         grid = kv_heads, len(plan.work)
         grid_stride = kv_heads * size
-        attention.attend_chunks[grid](
-            queries,
-            keys,
-            values,
-            key_grids,
-            value_grids,
-            plan.tables,
-            plan.work,
-            out,
-            partial,
-            logs,
-            totals,
-            scale,
-            coding.values,
-            *self._strides,
-            grid_stride,
-            NO_WINDOW if window is None else window,
-            plan.kind.sinks,
-            launch.tokens,
-            **shape,
-            **self._values,
-            stages=launch.stages,
-            windowed=launch.windowed,
-            num_warps=warps,
-        )
-        if plan.slots:
-            attention.combine_chunks[heads, len(plan.splits)](
+        with _current(queries):
+            attention.attend_chunks[grid](
+                queries,
+                keys,
+                values,
+                key_grids,
+                value_grids,
+                plan.tables,
+                plan.work,
+                out,
                 partial,
                 logs,
-                plan.splits,
-                out,
                 totals,
-                width=value_width,
-                padded=triton.next_power_of_2(value_width),
-                parts=PARTS,
-                num_warps=4,
+                scale,
+                coding.values,
+                *self._strides,
+                grid_stride,
+                NO_WINDOW if window is None else window,
+                plan.kind.sinks,
+                launch.tokens,
+                **shape,
+                **self._values,
+                stages=launch.stages,
+                windowed=launch.windowed,
+                num_warps=warps,
             )
-        if sums is None:
-            return
-        tokens = len(plan.tables) * size
-        masses = queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
-        attention.weigh_chunks[grid](
-            queries,
-            keys,
-            key_grids,
-            plan.tables,
-            plan.work,
-            totals,
-            masses,
-            scale,
-            self._strides[0],
-            grid_stride,
-            tokens,
-            **shape,
-            num_warps=warps,
-        )
-        for token, first in zip(plan.new, plan.firsts, strict=True):
-            end = first * size + token.context + 1
-            sums[token.number] += masses[:, first * size : end]
+            if plan.slots:
+                attention.combine_chunks[heads, len(plan.splits)](
+                    partial,
+                    logs,
+                    plan.splits,
+                    out,
+                    totals,
+                    width=value_width,
+                    padded=triton.next_power_of_2(value_width),
+                    parts=PARTS,
+                    num_warps=4,
+                )
+            if sums is None:
+                return
+            tokens = len(plan.tables) * size
+            masses = queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
+            attention.weigh_chunks[grid](
+                queries,
+                keys,
+                key_grids,
+                plan.tables,
+                plan.work,
+                totals,
+                masses,
+                scale,
+                self._strides[0],
+                grid_stride,
+                tokens,
+                **shape,
+                num_warps=warps,
+            )
+            for token, first in zip(plan.new, plan.firsts, strict=True):
+                end = first * size + token.context + 1
+                sums[token.number] += masses[:, first * size : end]

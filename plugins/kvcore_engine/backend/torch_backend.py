@@ -295,7 +295,7 @@ class TorchBackend(Backend):
             InputError: queries do not fit the step, K/V heads do not divide the query heads,
                 or the window has no token.
         """
-        return self._attended(layer, plan, queries, None, **options)
+        return self._attended(layer, plan, queries, **options)
 
     def attend_weighed(
         self, layer: int, plan: StepPlan, queries: Tensor, **options: Unpack[AttendOptions]
@@ -334,14 +334,10 @@ class TorchBackend(Backend):
         layer: int,
         plan: StepPlan,
         queries: Tensor,
-        sums: list[Tensor] | None,
+        sums: list[Tensor] | None = None,
         dense: Sequence[int] | None = None,
         selected: Iterable[BlockSelection] = (),
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
-        sink_logits: Tensor | None = None,
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
         """Check queries and options; return attention's output, and add weights to `sums`."""
         layout = self.layout
@@ -352,13 +348,13 @@ class TorchBackend(Backend):
                 f"{heads} query heads cannot share {layout.kv_heads} K/V heads: use a multiple"
             )
             raise InputError(msg)
+        window, sinks = options.get("window"), options.get("sinks", 0)
         if (window is not None and window < 1) or sinks < 0:
             msg = (
                 f"window={window}, sinks={sinks}: a window has 1 token or more, sinks 0 or more"
             )
             raise InputError(msg)
-        options = scale, window, sinks, sums, dense, selected, sink_logits
-        return self._kernel.attend(layer, plan, queries, *options)
+        return self._kernel.attend(layer, plan, queries, sums, dense, selected, **options)
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer.

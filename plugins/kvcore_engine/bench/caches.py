@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from kvcore.cache import KVCache
+from kvcore.distributions import version
 from kvcore.plugins import Plugins
 from kvcore.request import Request
 from kvcore.serving.simulate import simulate
@@ -228,11 +229,10 @@ def _libcachesim(
 
 def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: float) -> Row:
     """Return the row of Dynamo's offline replay, a process of its own that reports its time."""
-    by = "Dynamo's replay"
-    try:
-        by = f"Dynamo's replay {metadata.version('ai-dynamo-runtime')}"
-    except metadata.PackageNotFoundError:
+    by, known = "Dynamo's replay", version("ai-dynamo-runtime")
+    if known is None:
         return Row(**row, by=by, note="not available: ai-dynamo-runtime is not installed")
+    by = f"{by} {known}"
     if find_spec("dynamo") is None:
         note = "not available: ai-dynamo-runtime has no module dynamo here"
         return Row(**row, by=by, note=note)

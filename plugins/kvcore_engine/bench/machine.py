@@ -6,12 +6,11 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from shutil import which
 from typing import Any
 
-from kvcore.trace.fields import version
+from kvcore.distributions import version
 from kvcore_plugins.host import cpus, memory
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -24,14 +23,14 @@ def describe_machine(*, gpu: bool = False) -> dict[str, Any]:
     Nothing that identifies the machine. `gpu` needs torch, and a GPU that it can use.
     """
     machine: dict[str, Any] = {
-        "kvcore": version(),
+        "kvcore": version("kvcore") or "not installed",
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cpus": cpus(),
         "memory_bytes": memory()[1],
-        "packages": {name: known for name in PACKAGES if (known := _version(name))},
+        "packages": {name: known for name in PACKAGES if (known := version(name))},
     }
     return machine | {"gpu": _gpu()} if gpu else machine
 
@@ -42,13 +41,6 @@ def _cpu() -> str:
     except OSError:
         named = None
     return named[1] if named else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu() -> dict[str, Any]:

@@ -6,9 +6,10 @@ that belong to no sequence are NaN, so that a result that reads one is NaN too. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from importlib import import_module
+from itertools import islice
 from math import inf, nan, sqrt
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.errors import InputError, KvcoreError
-from kvcore.models.codec import Codec
+from kvcore.plugins import Plugins
 from kvcore_engine.backend._sdpa import Sdpa
 from kvcore_engine.backend.torch_backend import TorchBackend
 from kvcore_engine.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
@@ -74,67 +75,115 @@ class DecodeCase:
     sinks: int = 0
     target: Target | None = None
 
+    @classmethod
+    def even(cls, count: int, tokens: int, **options: Any) -> DecodeCase:
+        """Return the case of `count` sequences of equal length, named by its sizes."""
+        case = cls(name="", lengths=[tokens] * count, **options)
+        new = "" if case.new == 1 else f"{case.new:,} new of "
+        seen = "" if case.window is None else f", window {case.window:,}, sinks {case.sinks}"
+        return attrs.evolve(case, name=f"{count} x {new}{tokens:,}{seen}")
+
     @property
     def operation(self) -> str:
         """The name of what is measured: `decode` or, of several new tokens, `chunk`."""
         return "decode" if self.new == 1 else "chunk"
 
 
-@attrs.define(eq=False)
-class Bed:
-    """A backend with a pool of known numbers.
+@attrs.frozen
+class TensorSuite:
+    """A suite on a backend.
 
     Attributes:
-        name: name of the backend in rows.
-        backend: the backend.
-        suite: suite of the rows.
+        name, spec: names of the suite and of the backend.
         settings: selection of the measurements.
+        plugins: where backends and codecs are built.
         seconds: time that a version of a case is sampled for.
     """
 
     name: str
-    backend: Backend
-    suite: str
+    spec: str
     settings: Settings
+    plugins: Plugins
     seconds: float
-    _order: list[int] = attrs.field(init=False, factory=list)
+
+    @property
+    def short(self) -> bool:
+        """Whether cases are small, so that they have no targets."""
+        return self.settings.quick or self.settings.check
+
+
+@attrs.define(eq=False, slots=False)
+class Bed:
+    """A backend with a pool of known numbers, allocated when the first case is measured.
+
+    Attributes:
+        suite: the suite.
+        tokens: tokens that the pool has room for, beside some spare blocks.
+        dtype, codec: dtype of the K/V, and name of its codec, if there is one.
+        block_size: tokens of a block.
+    """
+
+    suite: TensorSuite
+    tokens: int
+    dtype: str
+    codec: str | None = None
+    block_size: int = BLOCK
     _good: int = attrs.field(init=False, default=0)
 
-    @classmethod
-    def make(
-        cls,
-        name: str,
-        backend: Backend,
-        suite: str,
-        settings: Settings,
-        *,
-        tokens: int,
-        dtype: str,
-        codec: Codec | None = None,
-        block_size: int = BLOCK,
-        seconds: float = 0.3,
-    ) -> Bed:
-        """Return a pool and a block table with room for `tokens` tokens, and some spare blocks.
+    @cached_property
+    def backend(self) -> Backend:
+        """The backend, with its pool.
 
         Raises:
-            KvcoreError: the backend cannot do it here.
+            KvcoreError: the backend or the codec cannot be built, or there is too little
+                memory.
         """
-        blocks = -(-tokens // block_size) + 8
+        build, codec = self.suite.plugins.build, None
+        if self.codec is not None:
+            codec = build("codec", self.codec)
+        backend: Backend = build("backend", self.suite.spec)
         backend.allocate(
             TensorLayout(
-                blocks=blocks,
-                block_size=block_size,
+                blocks=-(-self.tokens // self.block_size) + 8,
+                block_size=self.block_size,
                 layers=1,
                 kv_heads=KV_HEADS,
                 head_dim=WIDTH,
                 value_dim=WIDTH,
-                dtype=dtype,
+                dtype=self.dtype,
                 codec=codec,
             )
         )
-        bed = cls(name, backend, suite, settings, seconds)
-        bed._order = _shuffled(blocks)
-        return bed
+        return backend
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The blocks of the pool in the order in which sequences take them."""
+        return _shuffled(self.backend.layout.blocks)
+
+    def rows(
+        self,
+        operation: str,
+        case: str,
+        measure: Callable[..., Sequence[Row]],
+        *arguments: Any,
+        **options: Any,
+    ) -> Sequence[Row]:
+        """Return the rows that `measure` returns, or a row with the reason why it has none.
+
+        There is no row of an operation that is not to be measured.
+        """
+        suite, case = self.suite, f"{self.codec or self.dtype}, {case}"
+        if not suite.settings.wants(operation):
+            return []
+        if why := suite.settings.late:
+            return [
+                Row(suite=suite.name, operation=operation, case=case, by=suite.spec, note=why)
+            ]
+        try:
+            return measure(*arguments, **options)
+        except Exception as error:  # noqa: BLE001 - of one case, which must not end the others
+            return [failed_row(suite.name, operation, suite.spec, case, error)]
 
     @property
     def device(self) -> torch.device:
@@ -189,13 +238,9 @@ class Bed:
         if not room:
             msg = f"{sum(counts):,} blocks are needed, and the pool has {len(self._order):,}"
             raise InputError(msg)
-        sets, begin = [], 0
-        for _ in range(1 if self.settings.check else min(max(wanted, 3), COLD_SETS, room)):
-            tables = []
-            for blocks in counts:
-                tables.append(self._order[begin : begin + blocks])
-                begin += blocks
-            sets.append(tables)
+        most = 1 if self.suite.settings.check else min(max(wanted, 3), COLD_SETS, room)
+        order, begin = iter(self._order), most * sum(counts)
+        sets = [[[*islice(order, blocks)] for blocks in counts] for _ in range(most)]
         if begin > self._good:
             self.fill()
         self._good = begin
@@ -204,22 +249,24 @@ class Bed:
 
     def poisoned(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return block tables of sequences that are stored in a pool of NaN, token by token."""
-        size, begin = self.backend.layout.block_size, 0
+        size, order = self.backend.layout.block_size, iter(self._order)
         self._good = 0
         self.backend.fill(nan)
         tables = []
         for index, tokens in enumerate(lengths):
-            blocks = -(-tokens // size)
-            table = self._order[begin : begin + blocks]
-            begin += blocks
-            rows = (
-                self.random(tokens, KV_HEADS, WIDTH, seed=2 * index + part) for part in (0, 1)
-            )
-            self._store(table, 0, *rows)
-            tables.append(table)
+            tables.append([*islice(order, -(-tokens // size))])
+            seeds = 2 * index, 2 * index + 1
+            rows = (self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in seeds)
+            self._store(tables[-1], 0, *rows)
         return tables
 
-    def decode(self, case: DecodeCase, *, poisoned: bool = False) -> list[Row]:
+    def decode(self, cases: Sequence[DecodeCase], *, poisoned: bool = False) -> Iterator[Row]:
+        """Yield the rows of attention in some cases."""
+        for case in cases:
+            measure = partial(self._decode, case, poisoned=poisoned)
+            yield from self.rows(case.operation, case.name, measure)
+
+    def _decode(self, case: DecodeCase, *, poisoned: bool) -> list[Row]:
         """Attend from the new tokens of each sequence; return rows of the backend and peers."""
         backend, lengths, new = self.backend, [*case.lengths], case.new
         sets = [self.poisoned(lengths)] if poisoned else self.sets(lengths)
@@ -246,15 +293,20 @@ class Bed:
         eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 2 * library + (eps / 2 if eps > HALF_EPS else 32 * eps)
         right = {"error": error, "allowed": allowed}
-        versions: list[Version] = [(self.name, calls, right)]
-        if not poisoned and not self.settings.check:
+        versions: list[Version] = [(self.suite.spec, calls, right)]
+        if not poisoned and not self.suite.settings.check:
             peers = self._peers if new == 1 else self._chunk_peers
             versions += peers(case, sets, queries)
         return self._rows(row, versions, case.target)
 
     def store(
         self, tokens: int, target: Target | None = None, *, rotated: bool = False
-    ) -> list[Row]:
+    ) -> Sequence[Row]:
+        """Return the rows of a store of `tokens` tokens, with keys rotated or as they are."""
+        measure = partial(self._stored, tokens, target, rotated=rotated)
+        return self.rows("store+rope" if rotated else "store", f"{tokens:,} tokens", measure)
+
+    def _stored(self, tokens: int, target: Target | None, *, rotated: bool) -> list[Row]:
         """Write new tokens into blocks; compare them with their codes, decoded.
 
         With `rotated` the backend rotates keys first: the tables are read too, once.
@@ -289,10 +341,10 @@ class Bed:
             # Rounding may tip a number to the one beside it, a code to the next code.
             allowed = 2 * eps if codec is None else CODE_STEP
         right = {"error": error, "allowed": allowed}
-        versions: list[Version] = [(self.name, calls, right)]
-        if turn is not None and self.device.type == "cuda" and not self.settings.check:
+        versions: list[Version] = [(self.suite.spec, calls, right)]
+        if turn is not None and self.device.type == "cuda" and not self.suite.settings.check:
             versions.append(("torch rotates, then stored", theirs, {}))
-        elif turn is None and codec is None and not self.settings.check:
+        elif turn is None and codec is None and not self.suite.settings.check:
             versions.append(
                 ("torch index_copy_", self._index_copies(sets, (keys, values), size), {})
             )
@@ -321,23 +373,12 @@ class Bed:
             "amount": 2 * count * backend.layout.bytes_per_block,
             "of": COPY,
         }
-        versions: list[Version] = [(self.name, calls, right)]
-        if backend.layout.codec is None and not self.settings.check:
-            parts, ids = backend.layer_blocks(0), self._ids
-            versions.append(
-                (
-                    "torch index_copy_",
-                    [
-                        partial(
-                            _copy,
-                            parts,
-                            *(ids(side) for side in zip(*pairs_of_call, strict=True)),
-                        )
-                        for pairs_of_call in pairs
-                    ],
-                    {},
-                )
-            )
+        versions: list[Version] = [(self.suite.spec, calls, right)]
+        if backend.layout.codec is None and not self.suite.settings.check:
+            parts = backend.layer_blocks(0)
+            sides = [map(self._ids, zip(*some, strict=True)) for some in pairs]
+            theirs = [partial(_copy, parts, *both) for both in sides]
+            versions.append(("torch index_copy_", theirs, {}))
         return self._rows(row, versions, target, graph=False)
 
     def move(self, count: int) -> list[Row]:
@@ -357,7 +398,7 @@ class Bed:
             "amount": 2 * count * backend.layout.bytes_per_block,
             "of": COPY,
         }
-        return self._rows(row, [(self.name, calls, right)], None, graph=False)
+        return self._rows(row, [(self.suite.spec, calls, right)], None, graph=False)
 
     def swap(self, count: int, target: Target | None = None) -> list[Row]:
         """Bring blocks to the host and back, as preemption does, and as tiers do."""
@@ -382,7 +423,7 @@ class Bed:
             ("read blocks", backend.read_blocks, (outs, buffers), moved, TO_HOST),
             ("write blocks", backend.write_blocks, (intos, buffers), {}, FROM_HOST),
         ):
-            if self.settings.check and not right:
+            if self.suite.settings.check and not right:
                 continue
             row = {
                 "operation": "swap",
@@ -391,7 +432,7 @@ class Bed:
                 "of": of if device else COPY,
             }
             calls = [partial(method, *each) for each in zip(*arguments, strict=True)]
-            rows += self._rows(row, [(self.name, calls, right)], target, graph=False)
+            rows += self._rows(row, [(self.suite.spec, calls, right)], target, graph=False)
         return rows
 
     def _rows(
@@ -403,11 +444,11 @@ class Bed:
         graph: bool = True,
     ) -> list[Row]:
         """Time versions side by side; a text in place of calls is the reason for none."""
-        common: dict[str, Any] = {"suite": self.suite, "unit": "bytes", **row}
+        common: dict[str, Any] = {"suite": self.suite.name, "unit": "bytes", **row}
         calls_of = [calls for _, calls, _ in versions if not isinstance(calls, str)]
         timings = None
-        if not self.settings.check:
-            timings = iter(clock_of(self.device)(calls_of, self.seconds, graph=graph))
+        if not self.suite.settings.check:
+            timings = iter(clock_of(self.device)(calls_of, self.suite.seconds, graph=graph))
         rows = []
         for index, (by, calls, right) in enumerate(versions):
             fields = {**common, **right, "by": by, "target": None if index else target}
@@ -435,22 +476,14 @@ class Bed:
             why = f"not measured: copies of more than {PEER_BYTES >> 30} GiB"
             peers = [(plain, why, {}), (gathered, why, {})]
         else:
-            keys, values = self.backend.layer_blocks(0)
+            parts, tokens = self.backend.layer_blocks(0), case.lengths[0]
             group = queries.view(len(queries), KV_HEADS, HEADS // KV_HEADS, WIDTH)
             contiguous: list[Call] = []
             gathering: list[Call] = []
-            for tables in sets:
-                index = self._ids(tables)
-                tokens = case.lengths[0]
-                dense, dense_values = (
-                    _gathered(part, index, tokens) for part in (keys, values)
-                )
-                contiguous.append(
-                    partial(scaled_dot_product_attention, group, dense, dense_values)
-                )
-                gathering.append(
-                    partial(_gather_and_attend, group, keys, values, index, tokens)
-                )
+            for index in map(self._ids, sets):
+                keys, values = (_gathered(part, index, tokens) for part in parts)
+                contiguous.append(partial(scaled_dot_product_attention, group, keys, values))
+                gathering.append(partial(_gather_and_attend, group, *parts, index, tokens))
             peers = [(plain, contiguous, {}), (gathered, gathering, {})]
         if self.device.type == "cuda":
             peers.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
@@ -462,13 +495,14 @@ class Bed:
         """Return other ways to compute several new tokens: by torch, FlashInfer."""
         peers: list[Version] = []
         if isinstance(self.backend, TorchBackend) and self.backend.attention != "sdpa":
-            plain = Sdpa(self.backend._pool, None, _pass)  # noqa: SLF001 - the same K/V
+            # The same K/V; that torch computes is the intention.
+            plain = Sdpa(self.backend._pool, None, lambda _reason: None)  # noqa: SLF001
             by_torch: list[Call] = []
             for tables in sets:
                 contexts = [tokens - case.new for tokens in case.lengths]
                 plan = plain.plan(RaggedBatch(tables, contexts, [case.new] * len(contexts)))
-                options = None, case.window, case.sinks
-                by_torch.append(partial(plain.attend, 0, plan, queries, *options))
+                attend = partial(plain.attend, window=case.window, sinks=case.sinks)
+                by_torch.append(partial(attend, 0, plan, queries))
             peers.append(("torch SDPA, gathered", by_torch, {}))
         if self.device.type == "cuda" and case.window is None:
             peers.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
@@ -524,7 +558,7 @@ class Bed:
         """Return how far attention, and torch's in the same dtype, is from float64."""
         lengths = [*case.lengths]
         longest = max(range(len(lengths)), key=lengths.__getitem__)
-        every = self.settings.check or len(lengths) <= CHECKED
+        every = self.suite.settings.check or len(lengths) <= CHECKED
         chosen = range(len(lengths)) if every else {0, longest, len(lengths) - 1}
         worst = library = 0.0
         for sequence in chosen:
@@ -610,10 +644,6 @@ def failed_row(suite: str, operation: str, by: str, case: str, error: Exception)
     note = f"not available: {line}" if missing else f"failed: {type(error).__name__}: {line}"
     wrong = None if missing else inf
     return Row(suite=suite, operation=operation, case=case, by=by, note=note, error=wrong)
-
-
-def _pass(reason: str) -> None:
-    """Do nothing: that torch computes is the intention."""
 
 
 def _shuffled(blocks: int) -> list[int]:

@@ -71,7 +71,7 @@ def run_suites(
         InputError: no such suite, operation or dtype, or a backend that cannot be built.
         PluginError: a suite cannot run here at all: there is no torch, or no GPU.
     """
-    plugins = plugins or Plugins()
+    plugins, tell = plugins or Plugins(), tell or (lambda _row: None)
     _check(names, settings)
     names = [name for name in names if any(map(settings.wants, SUITES[name].operations))]
     begun, rows, all_ceilings = monotonic(), [], []
@@ -99,8 +99,7 @@ def run_suites(
 
         for row in {"cache": of_cache, "sim": of_sim}[name](settings):
             rows.append(row)
-            if tell is not None:
-                tell(row)
+            tell(row)
     return BenchResult(
         machine=machine,
         settings=settings,

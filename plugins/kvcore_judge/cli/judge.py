@@ -99,9 +99,9 @@ def _first_look(panel: Panel) -> str:
     """Return the warning of a score of the quick panel; empty of others."""
     if panel.name != "quick":
         return ""
-    counts = find_panel("public").cells
+    counts = len(find_panel("public").names)
     return (
-        f"Quick panel: {panel.cells} cells, of short streams, where the public panel has "
+        f"Quick panel: {len(panel.names)} cells, of short streams, where the public panel has "
         f"{counts}. The order of policies may be another there: the score that counts is that "
         "of --panel public."
     )

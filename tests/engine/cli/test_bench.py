@@ -158,7 +158,7 @@ def test_a_peer_that_fails_is_a_row_with_the_reason(monkeypatch):
         "failed: AttributeError: module 'libcachesim' has no attribute 'TraceType'"
     ] * 2
     assert all(row["seconds"] for row in rows if row["by"] != "libcachesim")
-    monkeypatch.setattr(caches.metadata, "version", lambda _: "1.0")
+    monkeypatch.setattr(caches, "version", lambda _: "1.0")
     monkeypatch.setattr(caches, "find_spec", lambda _: True)
     monkeypatch.setattr(caches, "REPLAY", "import json; json.no_replay")
     rows = bench_document("sim", "--quick")["rows"]
@@ -262,7 +262,7 @@ def test_a_grid_that_cannot_be_measured_has_rows_with_the_reason(monkeypatch, se
         raise InputError(msg)
 
     monkeypatch.setattr(TorchCPU, "check", refuse)
-    suite = tensors._Suite("gpu", "torch-cpu", settings, Plugins(), 0.1)
+    suite = paged.TensorSuite("gpu", "torch-cpu", settings, Plugins(), 0.1)
     rows = [*tensors._grid(suite, "bf16")]
     cells = len(tensors.GRID_BATCHES) * len(tensors.GRID_CONTEXTS)
     assert [row.note for row in rows] == [note] * cells
