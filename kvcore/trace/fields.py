@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
@@ -128,7 +129,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
     if isinstance(value, os.PathLike):
-        return os.fsencode(value).decode(errors="backslashreplace")  # not all are UTF-8
+        # The text of a `Path` may be another name than where it is: that of standard input.
+        name = str(value) if isinstance(value, Path) else os.fspath(value)
+        return os.fsencode(name).decode(errors="backslashreplace")  # not all are UTF-8
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 

@@ -467,6 +467,11 @@ def types_of(rows: type) -> dict[str, str]:
     return {name: kind for name, kind in types if kind in ("str", "int", "float", "bool")}
 
 
+def _bytes_of(request: Request) -> int:
+    """Return about the bytes of memory that a request takes."""
+    return REQUEST_BYTES + KEY_BYTES * len(request.keys)
+
+
 class KeptWorkload(WorkloadSample):
     """A workload that is read once: its requests are kept if they take little memory.
 
@@ -477,7 +482,6 @@ class KeptWorkload(WorkloadSample):
     def __init__(self, source: Workload) -> None:
         super().__init__(source)
         self._kept: list[Request] = []
-        self._bytes = 0
 
     def __reduce__(self) -> tuple[type[KeptWorkload], tuple[Workload]]:
         """Pickle the workload without its requests."""
@@ -488,11 +492,12 @@ class KeptWorkload(WorkloadSample):
         return iter(self._kept) if self._kept else self._read()
 
     def _read(self) -> Iterator[Request]:
+        # A second reading may begin before the first has ended: each counts what is its own.
         kept: list[Request] = []
-        self._bytes = 0
+        size = 0
         for request in self.source:
-            self._bytes += REQUEST_BYTES + KEY_BYTES * len(request.keys)
-            if self._bytes <= HELD_BYTES:
+            size += _bytes_of(request)
+            if size <= HELD_BYTES:
                 kept.append(request)
             else:
                 kept.clear()
@@ -501,8 +506,10 @@ class KeptWorkload(WorkloadSample):
 
     def hold(self) -> None:
         """Read the requests and keep them, unless they take much memory."""
-        for _ in () if self._kept else self._read():
-            if self._bytes > HELD_BYTES:
+        size = 0
+        for request in () if self._kept else self._read():
+            size += _bytes_of(request)
+            if size > HELD_BYTES:
                 break
 
     def release(self) -> None:

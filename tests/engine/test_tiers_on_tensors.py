@@ -50,8 +50,16 @@ def coded(codec, blocks, **options):
     Outputs end in a block after that of the end of the prompt.
     """
     requests = [
-        ask(n, 100 * n, 60 + 16 * (n % 3), 8, keys=[*range(n % 4, 60, 10)], key_tokens=16)
+        ask(
+            n,
+            100 * n,
+            prompt,
+            8,
+            keys=[*range(n % 4, 60, 10)][: -(-prompt // 16)],
+            key_tokens=16,
+        )
         for n in range(8)
+        for prompt in [60 + 16 * (n % 3)]
     ]
     model = {"generator": MODEL, "backend": "torch-cpu", "codec": codec, "block_size": 16}
     return compute(requests, blocks=blocks, **model, **options)

@@ -37,6 +37,18 @@ def test_rows_are_by_policy_then_size():
     ]
 
 
+def test_a_reading_that_begins_during_another_loses_no_requests(monkeypatch):
+    """Where requests take too much memory, none of two readings keeps the rest of them."""
+    monkeypatch.setattr(comparison, "HELD_BYTES", 30_000)
+    workload = comparison.KeptWorkload(Zipf(requests=100))
+    first = iter(workload)
+    for _ in range(80):
+        next(first)
+    next(iter(workload))
+    assert len(list(first)) == 20
+    assert len(list(workload)) == 100
+
+
 @pytest.mark.parametrize(("limit", "readings"), [(comparison.HELD_BYTES, 1), (10_000, 3)])
 def test_a_small_workload_is_read_once(limit, readings, monkeypatch):
     """A small workload is read once, a large one once and again for each row."""

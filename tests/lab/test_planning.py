@@ -91,6 +91,13 @@ def test_a_memory_that_was_given_is_all_there_is():
     assert f"--kv-cache-memory-bytes {8 * 2**30} " in found.as_dict()["plans"][0]["start"]
 
 
+def test_no_executor_is_the_local_one():
+    """`executor=None` plans on this machine, as `local` does."""
+    workload, options = "zipf:requests=20,rate=5", ONE | {"tier": "none"}
+    plans = [plan(workload, executor=name, **options).as_dict() for name in (None, "local")]
+    assert plans[0]["plans"] == plans[1]["plans"]
+
+
 @pytest.mark.parametrize(("slo", "told"), [({}, True), ({"slo": "ttft=1,tpot=0.05"}, False)])
 def test_the_default_slo_is_named(slo, told):
     """A plan for the default SLO says that it is that, and how to ask for more."""

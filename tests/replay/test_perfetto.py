@@ -342,6 +342,14 @@ def test_the_document_is_never_in_memory(tmp_path):
     assert any("evict" in str(line) and not read for line in lines)
 
 
+def test_a_second_iteration_yields_the_same_lines(tmp_path):
+    """A document that is iterated again begins anew, its counts too."""
+    document = perfetto.PerfettoTrace(simulated(tmp_path / "run.jsonl"))
+    first, counts = list(document), dict(document.counts)
+    assert list(document) == first
+    assert document.counts == counts
+
+
 def test_equal_traces_make_equal_files(tmp_path):
     """Equal traces make equal compressed files.
 

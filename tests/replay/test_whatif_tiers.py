@@ -37,6 +37,22 @@ def test_a_rerun_with_tiers_has_the_bytes_of_the_trace(path, tmp_path):
     assert check_trace(path).events["LOAD"] > 0
 
 
+def test_a_tier_in_a_file_is_no_change_if_it_is_the_recorded_one(tmp_path):
+    """A rerun with the tier that is recorded, from a file as it was then, has no changes."""
+    file, trace = tmp_path / "mine.py", tmp_path / "trace.jsonl"
+    file.write_text(
+        "import attrs\n"
+        "from kvcore_tiers.tier.host import Host\n"
+        "@attrs.define(eq=False, kw_only=True)\n"
+        "class Mine(Host):\n"
+        "    name = 'mine'\n"
+    )
+    tier = f"{file}:memory=100MiB"
+    work = Zipf(requests=20, prefixes=8, seed=3)
+    api.simulate(work, model="llama-3.1-8b", blocks=300, tier=[tier], trace=trace)
+    assert whatif(trace, tier=[tier]).changes == []
+
+
 @pytest.mark.parametrize("memory", [None, "64MiB"])
 def test_a_rerun_of_a_hybrid_model_has_the_bytes_of_the_trace(tmp_path, memory):
     """A run with cache groups, with or without a tier, has its bytes when it is made again."""

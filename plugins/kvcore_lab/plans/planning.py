@@ -267,7 +267,7 @@ def plan(
     policies: Iterable[tuple[str, str]] | None = None,
     journal: str | PathLike[str] | Callable[[], AbstractContextManager[Journal]] | None = None,
     jobs: int = 1,
-    executor: str | Executor = "local",
+    executor: str | Executor | None = "local",
     progress: Progress | None = None,
     gpu_price: Mapping[str, float] | None = None,
     **options: Any,
@@ -300,8 +300,8 @@ def plan(
             or a function that opens one, called when the arguments are checked.
         jobs: simulations at a time; 1: in this process. More need a script with
             `if __name__ == "__main__":`, as processes are started afresh.
-        executor: machines to simulate on: `local`, `ray` or `ray:HOST:PORT`; or what runs
-            the simulations.
+        executor: machines to simulate on: `local` or None, `ray` or `ray:HOST:PORT`; or what
+            runs the simulations.
         progress: shows the number of simulations that are done; None: shows nothing.
         gpu_price: dollars an hour by device, in place of those of a table.
         options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
@@ -312,8 +312,8 @@ def plan(
         PluginError: a plugin that cannot work here, or a simulation that failed.
         StorageError: the journal cannot be written.
     """
-    if isinstance(executor, str):
-        executor = executor_for(executor, jobs)
+    if executor is None or isinstance(executor, str):
+        executor = executor_for(executor or "local", jobs)
     options = flat_options(options)
     if not isinstance(percentile, Real) or not 0 < percentile <= 100:  # noqa: PLR2004
         msg = f"percentile {percentile!r}: give a percentage above 0 and up to 100"

@@ -165,7 +165,7 @@ class RecordedParts(RunParts):
             **{kind: header["plugins"][kind] for kind in kinds if kind in header["plugins"]},
             **{name: header.get(name) for name in names},
             "tiers": [
-                {name: tier[name] for name in ("name", "options")}
+                {name: tier[name] for name in ("name", "options", "source") if name in tier}
                 for tier in header.get("tiers", ())
             ],
         }

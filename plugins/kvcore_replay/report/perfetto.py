@@ -98,6 +98,8 @@ class PerfettoTrace:
 
     def _all(self) -> Iterator[bytes]:
         """Yield all events: evictions and transfers during the reading, then the others."""
+        self._servers.clear()
+        self.counts.update(self._none_yet())
         reader = read_events(self.trace)
         take: Callable[[events.Event], Iterator[bytes]] | None = None
         for line in ticked(reader, self.tick):

@@ -53,7 +53,7 @@ def test_blocks_found_again_after_a_preemption_are_no_hits(scheduler):
             at=3 * index,
             prompt=20 + index % 30,
             output=10 + index % 40,
-            keys=[index * 100 + place for place in range(12)],
+            keys=[index * 100 + place for place in range(5 + -(-(index % 30) // 4))],
             priority=index % 3,
             tenant=f"tenant {index % 3}",
         )

@@ -182,7 +182,9 @@ def test_a_model_on_tiers_has_the_trace_of_the_simulator(generator):
     """A model on tiers has the simulator's trace, and the output of a run without tiers."""
     pytest.importorskip("torch", reason="K/V lies in tensors")
     requests = [
-        ask(n, 60 * n, 40 + 8 * (n // 4), 9, keys=[*range(n % 4, 130, 7)]) for n in range(16)
+        ask(n, 60 * n, 4 * blocks, 9, keys=[*range(n % 4, 130, 7)][:blocks])
+        for n in range(16)
+        for blocks in [10 + 2 * (n // 4)]
     ]
     size = slot_bytes_of(resolve("generator", generator).spec, 4, "fp64")
     tiers = [f"host:memory={n * size},latency=1e-9,load=always" for n in (45, 99)]
