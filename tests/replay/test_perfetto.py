@@ -343,7 +343,7 @@ def test_the_document_is_never_in_memory(tmp_path):
 
 
 def test_a_second_iteration_yields_the_same_lines(tmp_path):
-    """A document that is iterated again begins anew, its counts too."""
+    """A document that is iterated again begins from the start, its counts too."""
     document = perfetto.PerfettoTrace(simulated(tmp_path / "run.jsonl"))
     first, counts = list(document), dict(document.counts)
     assert list(document) == first
