@@ -40,6 +40,7 @@ class EvictionPolicy(Plugin):
         requester: id of the request that needs the blocks of the next victim.
         lookahead: number of following requests that untimed replay announces by
             `on_queued`, where no queue exists (None: all of them). Set in `__init__`.
+        hears_ends: whether `on_end` is called: not in a tier, which sets this before `attach`.
     """
 
     kind: ClassVar[str] = "eviction"
@@ -51,6 +52,7 @@ class EvictionPolicy(Plugin):
     block_size: int = 0
     requester: int | str | None = None
     lookahead: int | None = 0
+    hears_ends: bool = True
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; called once, before any other method."""
@@ -188,11 +190,7 @@ class LazyHeap(Generic[Item]):
         self._entries.pop(item, None)
 
     def first_entry(self) -> tuple[Any, ...]:
-        """Return the lowest entry.
-
-        Raises:
-            LookupError: the queue is empty.
-        """
+        """Return the lowest entry. Raises LookupError if there is none."""
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcore import Request, Span
 
 _RUNNING = 1000
-"""Requests that are followed: a tier hears of no end of a request."""
+"""Requests that are followed, where an engine tells of no end of them."""
 
 
 class FirstUses:
@@ -14,10 +14,17 @@ class FirstUses:
     A request that is preempted may find its blocks evicted when it returns, and stores them
     again. That is no other use of them, as it is no hit where they are still cached: a policy
     that remembers what was evicted asks here. O(1).
+
+    A tier may get blocks of a request long after its end, the last ones first, and hears of
+    neither: there nobody is followed, and every use is the first.
+
+    Args:
+        follows: whether the policy hears of the ends of requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows: bool) -> None:
         """Create an empty memory."""
+        self._follows = follows
         self._reached: dict[int | str, int] = {}
 
     def count(self, span: Span, start: int) -> int:
@@ -26,6 +33,8 @@ class FirstUses:
         Returns:
             The position from which on it had not used it before, `start` or more.
         """
+        if not self._follows:
+            return start
         reached, request = self._reached, span.last_request
         before = reached.get(request, 0)
         if span.end > before:
