@@ -138,7 +138,7 @@ def test_a_smaller_pool_than_a_planner_is_to_have_up_is_all_up(option):
 
 
 def test_a_recorded_planner_has_all_up_where_fewer_replicas_are_left(tmp_path):
-    """What if there were fewer replicas than the planner of a trace had up: all of them are.
+    """With fewer replicas than the planner of a trace had up, all of them are up.
 
     A planner that is given anew must fit.
     """

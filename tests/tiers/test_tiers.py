@@ -162,7 +162,7 @@ USED_AGAIN = {
 
 @pytest.mark.parametrize("policy", USED_AGAIN)
 def test_blocks_that_a_tier_stores_again_are_used_again(policy):
-    """What a tier has evicted and gets again counts as used again, whoever used it last above.
+    """Blocks that a tier has evicted and gets again count as used again.
 
     The pool hands down blocks of one request at many times, and no preemption is the reason.
     """

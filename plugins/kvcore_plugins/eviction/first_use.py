@@ -15,8 +15,8 @@ class FirstUses:
     again. That is no other use of them, as it is no hit where they are still cached: a policy
     that remembers what was evicted asks here. O(1).
 
-    A tier may get blocks of a request long after its end, the last ones first, and hears of
-    neither: there nobody is followed, and every use is the first.
+    A tier may get blocks of a request long after the request has ended, the last ones first,
+    and hears of no end: no request is followed there, and every use is the first.
 
     Args:
         follows: whether the policy hears of the ends of requests.
