@@ -40,7 +40,8 @@ class EvictionPolicy(Plugin):
         requester: id of the request that needs the blocks of the next victim.
         lookahead: number of following requests that untimed replay announces by
             `on_queued`, where no queue exists (None: all of them). Set in `__init__`.
-        hears_ends: whether `on_end` is called: not in a tier, which sets this before `attach`.
+        one_path: whether the blocks of a request are one path, until its `on_end`. A tier and
+            a cache of several groups set it False before `attach`.
     """
 
     kind: ClassVar[str] = "eviction"
@@ -52,7 +53,7 @@ class EvictionPolicy(Plugin):
     block_size: int = 0
     requester: int | str | None = None
     lookahead: int | None = 0
-    hears_ends: bool = True
+    one_path: bool = True
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; called once, before any other method."""
@@ -113,8 +114,7 @@ class EvictionPolicy(Plugin):
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Called when `request` enters the waiting queue: it arrived or was preempted.
 
-        The order is that of entry, not the scheduler's: behind the requests that wait
-        already, or before them with `front`.
+        The order is that of entry, not the scheduler's: the last, or the first with `front`.
         """
 
     def on_dequeued(self, request: Request, now: int) -> None:

@@ -140,7 +140,7 @@ def test_a_smaller_pool_than_a_planner_is_to_have_up_is_all_up(option):
 def test_a_recorded_planner_has_all_up_where_fewer_replicas_are_left(tmp_path):
     """With fewer replicas than the planner of a trace had up, all of them are up.
 
-    A planner that is given anew must fit.
+    A planner that replaces the recorded one must fit.
     """
     file = tmp_path / "trace.jsonl"
     serve(file, "load:start=3,interval=1000")

@@ -16,10 +16,11 @@ class FirstUses:
     that remembers what was evicted asks here. O(1).
 
     A tier may get blocks of a request long after the request has ended, the last ones first,
-    and hears of no end: no request is followed there, and every use is the first.
+    and hears of no end; in a cache of several groups a request has a block of each at one
+    position. No request is followed there, and every use is the first.
 
     Args:
-        follows: whether the policy hears of the ends of requests.
+        follows: `one_path` of the policy.
     """
 
     def __init__(self, *, follows: bool) -> None:
