@@ -40,6 +40,8 @@ class EvictionPolicy(Plugin):
         requester: id of the request that needs the blocks of the next victim.
         lookahead: number of following requests that untimed replay announces by
             `on_queued`, where no queue exists (None: all of them). Set in `__init__`.
+        one_path: whether the blocks of a request are one path, until its `on_end`. A tier and
+            a cache of several groups set it False before `attach`.
     """
 
     kind: ClassVar[str] = "eviction"
@@ -51,6 +53,7 @@ class EvictionPolicy(Plugin):
     block_size: int = 0
     requester: int | str | None = None
     lookahead: int | None = 0
+    one_path: bool = True
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; called once, before any other method."""
@@ -111,8 +114,7 @@ class EvictionPolicy(Plugin):
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Called when `request` enters the waiting queue: it arrived or was preempted.
 
-        The order is that of entry, not the scheduler's: behind the requests that wait
-        already, or before them with `front`.
+        The order is that of entry, not the scheduler's: the last, or the first with `front`.
         """
 
     def on_dequeued(self, request: Request, now: int) -> None:
@@ -188,11 +190,7 @@ class LazyHeap(Generic[Item]):
         self._entries.pop(item, None)
 
     def first_entry(self) -> tuple[Any, ...]:
-        """Return the lowest entry.
-
-        Raises:
-            LookupError: the queue is empty.
-        """
+        """Return the lowest entry. Raises LookupError if there is none."""
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]

@@ -22,7 +22,7 @@ from kvcore.trace.fields import plain
 from kvcore_cluster.cluster import Failure, check_failures
 from kvcore_cluster.dispatcher import PrefixView
 from kvcore_cluster.phases import Split
-from kvcore_cluster.planner import Planner, parse_planner
+from kvcore_cluster.planner import Planner, check_planner, parse_planner
 from kvcore_cluster.result import ClusterResult
 from kvcore_cluster.simulate import simulate_cluster
 from kvcore_cluster.trace import MOST_REPLICAS, ClusterTrace
@@ -64,6 +64,15 @@ class ClusterParts(RunParts):
                 )
                 raise InputError(msg)
             _ = self.phases()
+        self._check_planner()
+
+    def _check_planner(self) -> None:
+        """Refuse a planner that is to have more replicas up than any pool has."""
+        planner, split = self.planner(), self.split
+        with self._about("autoscale"):
+            if planner is not None:
+                both = [len(self.members)]
+                check_planner(planner, [split.prefill, split.decode] if split else both)
 
     @cached_property
     def groups(self) -> list[tuple[int, RunParts]]:

@@ -307,6 +307,26 @@ def parse_planner(text: str) -> Planner:
     return instantiate(PLANNERS[specs[0].name], specs[0].options)
 
 
+def check_planner(planner: Planner, pools: Sequence[int]) -> None:
+    """Refuse a planner that is to have more replicas up than the largest pool has.
+
+    The pools have one planner: a smaller one has all of its replicas up then.
+
+    Raises:
+        InputError: the planner has such a `least` or `start`.
+    """
+    largest = max(pools)
+    for option, needed in (("least", planner.least), ("start", planner.start)):
+        if needed > largest:
+            there = "1 replica" if largest == 1 else f"{largest} replicas"
+            pool = "" if len(pools) == 1 else ", the most of a pool"
+            msg = (
+                f"planner {planner.name!r}: {option}={needed} of {there}{pool}: give as many, "
+                f"or a lower {option}"
+            )
+            raise InputError(msg)
+
+
 def seconds_ns(seconds: float) -> int:
     """Return seconds as whole nanoseconds."""
     return round(seconds * NS_PER_S)
@@ -332,7 +352,7 @@ class Autoscaler:
     """Keeps the replicas of a pool at the number that a planner decides.
 
     Args:
-        planner: the planner, not in use.
+        planner: the planner, not in use. If it is to have more up than there are, all are.
         servers: the replicas that may be up, by number.
         slo: the SLO of the requests.
         begin: when (ns) the first of them arrives, and the first interval begins.
@@ -344,9 +364,6 @@ class Autoscaler:
         changes: the changes so far, in order.
         rented: by replica of the pool, ns for which it was paid for, start-up and drain
             included.
-
-    Raises:
-        InputError: the planner is to have more replicas up than there are.
     """
 
     def __init__(
@@ -357,15 +374,6 @@ class Autoscaler:
         begin: int,
         phase: Phase = "both",
     ) -> None:
-        for option, needed in (("least", planner.least), ("start", planner.start)):
-            if needed > len(servers):
-                there = "1 replica" if len(servers) == 1 else f"{len(servers)} replicas"
-                of_phase = "" if phase == "both" else f" to {phase}"
-                msg = (
-                    f"planner {planner.name!r}: {option}={needed} of {there}{of_phase}: give "
-                    f"as many, or a lower {option}"
-                )
-                raise InputError(msg)
         planner.bind()
         self.planner = planner
         self.interval = seconds_ns(planner.interval)

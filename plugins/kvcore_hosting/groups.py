@@ -53,6 +53,7 @@ class HostedGroups(GroupedCache):
     ) -> None:
         super().__init__(groups, blocks, eviction=eviction, **options)
         self.hears_names = True
+        self.eviction.one_path = len(self.groups) == 1
         self.host = PolicyHost(self.eviction, blocks, self._size, layout=self.geometry)
         self._resumed = False
 

@@ -322,6 +322,7 @@ class RecordingPolicy(EvictionPolicy):
     def attach(self, blocks: int, block_size: int) -> None:
         """Attach the policy."""
         super().attach(blocks, block_size)
+        self.policy.one_path = self.one_path
         self.policy.attach(blocks, block_size)
 
     on_insert = _forwarded("on_insert")

@@ -174,6 +174,7 @@ class TierLevel:
         self.slot_bytes = slot_bytes
         self._max_wait = round(tier.max_wait * NS_PER_S)
         self.eviction = resolve("eviction", tier.eviction)
+        self.eviction.one_path = False
 
     def is_busy(self, now: int) -> bool:
         """Return True if a write would wait for the link longer than `max_wait`."""

@@ -1,6 +1,9 @@
 """Autoscaling: replicas start and stop, lose their caches, and are paid for while they run."""
 
+from io import BytesIO
+
 import attrs
+import orjson
 import pytest
 from helpers.clusters import serve_cluster
 from helpers.serving import ask
@@ -123,6 +126,27 @@ def test_a_run_that_begins_later_is_planned_and_paid_for_as_one_that_begins_at_o
     assert [attrs.evolve(change, at=change.at - 600 * SECOND) for change in late.changes] == [
         *early.changes
     ]
+
+
+@pytest.mark.parametrize("option", ["least", "start"])
+def test_a_smaller_pool_than_a_planner_is_to_have_up_is_all_up(option):
+    """Pools of two sizes have one planner: the smaller one has as many up as there are."""
+    trace = BytesIO()
+    planner = f"load:{option}=2,interval=1000"
+    serve(trace, planner, replicas=3, disaggregate="prefill=2,decode=1")
+    assert orjson.loads(trace.getvalue().splitlines()[0])["routing"]["up"] == [0, 1, 2]
+
+
+def test_a_recorded_planner_has_all_up_where_fewer_replicas_are_left(tmp_path):
+    """With fewer replicas than the planner of a trace had up, all of them are up.
+
+    A planner that replaces the recorded one must fit.
+    """
+    file = tmp_path / "trace.jsonl"
+    serve(file, "load:start=3,interval=1000")
+    assert kvcore.whatif(file, replicas=2).rerun.requests == BUSY + 8
+    with pytest.raises(InputError, match="planner 'load': start=3 of 2 replicas"):
+        kvcore.whatif(file, replicas=2, autoscale="load:start=3")
 
 
 def test_a_restarted_replica_has_an_empty_cache():

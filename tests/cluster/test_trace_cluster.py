@@ -61,6 +61,13 @@ def places(events, name):
 class TestCheck:
     """`check_trace` of a cluster: its replicas, and the routing between them."""
 
+    def test_of_a_life_that_ended_counts_are_kept_and_no_report(self, path, monkeypatch):
+        """A report is made of each replica once, at the end: a trace may have many failures."""
+        made, report = [], TraceChecker.report
+        monkeypatch.setattr(TraceChecker, "report", lambda self: made.append(1) or report(self))
+        assert sum(part["failures"] for part in check_trace(path).as_dict()["replicas"]) == 1
+        assert len(made) == 3
+
     def test_the_counts_of_a_report_are_the_sums_over_its_replicas(self, path):
         """The counts of the report are the sums of the counts of its replicas."""
         report = check_trace(path)

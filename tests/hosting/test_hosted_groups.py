@@ -83,6 +83,20 @@ def test_spans_of_windows_have_their_positions():
     assert [span.parent.parent is None for span in spans] == [False, True]
 
 
+def test_the_blocks_of_each_group_are_used_again():
+    """Another request that stores evicted blocks uses those of a window, too, another time."""
+    groups = [LayerGroup("full", 4), LayerGroup("window", 4, window=5)]
+    cache = HostedGroups(groups, 20, eviction="lruk:history=4", key_tokens=8)
+    for name, keys in (("a", (1, 2)), ("b", range(10, 14)), ("c", (1, 2))):
+        asked = Request(id=name, prompt_tokens=8 * len(keys) + 1, keys=keys, key_tokens=8)
+        seq = cache.open(asked)
+        cache.commit(seq, asked.prompt_tokens, 0)
+        if name != "c":
+            cache.close(seq, 0)
+    full, window = (cache.host.span(table.blocks[3]) for table in seq.tables)
+    assert (full.data[2] > 0, window.data[2] > 0) == (True, True)
+
+
 def test_a_policy_changes_what_a_hybrid_model_evicts():
     """Hybrid models are simulated with any policy, and a better one than LRU hits more."""
     requests = [request for request in Mooncake() if request.prompt_tokens < 6_000][:400]

@@ -129,7 +129,7 @@ def test_a_request_hits_blocks_that_it_then_stores_again():
 
 
 def test_as_many_running_requests_are_followed_as_may_run(monkeypatch):
-    """Where no request ends, as in a tier, those that came last are followed."""
+    """Where no end of a request is told, those that came last are followed."""
     monkeypatch.setattr(first_use, "_RUNNING", 2)
     cache = make(8, ARC(), accounting="keys")
     for text in "abcd":

@@ -152,6 +152,37 @@ def test_victims_of_a_tier_move_to_the_next_tier():
     assert sources == {None, "host"}
 
 
+USED_AGAIN = {
+    "arc": lambda _, span: span.data,
+    "lruk:history=4": lambda _, span: span.data[2] > 0,
+    "s3fifo:ghost=4": lambda _, span: span.data.in_main,
+    "tinylfu": lambda policy, span: policy._frequency(span) > 1,
+}
+
+
+@pytest.mark.parametrize("policy", USED_AGAIN)
+def test_blocks_that_a_tier_stores_again_are_used_again(policy):
+    """Blocks that a tier has evicted and gets again count as used again.
+
+    The pool hands down blocks of one request at many times, and no preemption is the reason.
+    """
+    slots = 8 if policy == "arc" else 4
+    tier = Host(memory=slots * SLOT, eviction=policy)
+    requests = shared((1, 4), (2, 4), (3, 4))
+    cache = serve(requests, blocks=99, tiers=(tier,)).result.cache
+    (level,) = cache.tiers.levels
+    first, second, third = sorted(
+        (s for s in cache.tree.spans() if not s.is_generated), key=lambda s: s.last_request
+    )
+    now, cache.trace = 10**9, None
+    level.store(first, 4, now, None)
+    level.give_back(level.take(requests[0], first.path_keys, 0, 4, now), 4, now)
+    for span in (second, third, second):
+        level.store(span, 4, now, None)
+    (stored,) = (s for s in level.tree.spans() if s.path_keys[0] == second.path_keys[0])
+    assert USED_AGAIN[policy](level.eviction, stored)
+
+
 def test_loaded_blocks_leave_an_exclusive_level():
     """With keep=exclusive a loaded block leaves its level; with keep=inclusive it stays."""
     for keep, moved in (("exclusive", 4), ("inclusive", None)):

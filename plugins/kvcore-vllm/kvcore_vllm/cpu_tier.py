@@ -88,6 +88,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         """Create the host, for chunks of `tokens` tokens."""
         self._tokens = tokens
         policy = self._settings.build()
+        policy.one_path = False
         self.host = PolicyHost(policy, self.cache_capacity, tokens, fallback=True)
 
     # Methods that the manager calls.

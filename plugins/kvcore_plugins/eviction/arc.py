@@ -48,7 +48,7 @@ class ARC(QueuePolicy):
         self._queues: tuple[LazyHeap[Span], LazyHeap[Span]] = LazyHeap(), LazyHeap()
         self._ghosts = GhostTree(self._pool_tokens), GhostTree(2 * self._pool_tokens)
         self._tokens = [0, 0]
-        self._uses = FirstUses()
+        self._uses = FirstUses(follows=self.one_path)
 
     def enter(self, span: Span) -> None:
         """Insert `span` into its queue by the order of release."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcore import Request, Span
 
 _RUNNING = 1000
-"""Requests that are followed: a tier hears of no end of a request."""
+"""Requests that are followed, where an engine tells of no end of them."""
 
 
 class FirstUses:
@@ -14,10 +14,18 @@ class FirstUses:
     A request that is preempted may find its blocks evicted when it returns, and stores them
     again. That is no other use of them, as it is no hit where they are still cached: a policy
     that remembers what was evicted asks here. O(1).
+
+    A tier may get blocks of a request long after the request has ended, the last ones first,
+    and hears of no end; in a cache of several groups a request has a block of each at one
+    position. No request is followed there, and every use is the first.
+
+    Args:
+        follows: `one_path` of the policy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows: bool) -> None:
         """Create an empty memory."""
+        self._follows = follows
         self._reached: dict[int | str, int] = {}
 
     def count(self, span: Span, start: int) -> int:
@@ -26,6 +34,8 @@ class FirstUses:
         Returns:
             The position from which on it had not used it before, `start` or more.
         """
+        if not self._follows:
+            return start
         reached, request = self._reached, span.last_request
         before = reached.get(request, 0)
         if span.end > before:

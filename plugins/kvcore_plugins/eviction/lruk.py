@@ -57,7 +57,7 @@ class LRUK(ScoreEviction):
         """Store the size of the pool and create an empty history."""
         super().attach(blocks, block_size)
         self._retained: OrderedDict[Key, Uses] = OrderedDict()
-        self._uses = FirstUses()
+        self._uses = FirstUses(follows=self.one_path)
 
     def on_insert(self, span: Span, now: int) -> None:
         """Count a use, in addition to the retained ones: not if a request returns to it."""

@@ -77,7 +77,7 @@ class S3FIFO(QueuePolicy):
         self._small: LazyHeap[Span] = LazyHeap()
         self._main: LazyHeap[Span] = LazyHeap()
         self._ghosts = GhostTree(int(self.ghost * tokens))
-        self._uses = FirstUses()
+        self._uses = FirstUses(follows=self.one_path)
 
     def queue_of(self, span: Span) -> LazyHeap[Span]:
         """Return the heap of the main queue, or of the small one."""

@@ -80,7 +80,7 @@ class TinyLFU(ScoreEviction):
         self._blocks_in = {WINDOW: 0, PROTECTED: 0}
         self._candidates: OrderedDict[Span, None] = OrderedDict()
         self._loser: Span | None = None
-        self._uses = FirstUses()
+        self._uses = FirstUses(follows=self.one_path)
 
     def on_insert(self, span: Span, now: int) -> None:
         """Assign `span` to the window, and count a use: not if a request returns to it."""

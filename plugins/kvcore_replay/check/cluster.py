@@ -42,7 +42,7 @@ class CheckedReplica:
         header: HEADER of the replica alone.
         leaving: whether it gets no more requests, and stops when all of its own have ended.
         routed, evictions: counts of all lives.
-        ended: the reports of the earlier lives, after which it failed, or stopped.
+        ended: counts of requests of the earlier lives, after which it failed, or stopped.
         hits: lookups and hits of these.
         sent: keys of the requests that were routed to it in this life, and of the blocks
             that they generated.
@@ -76,7 +76,9 @@ class CheckedReplica:
 
     def fail(self) -> None:
         """End the current life of the replica."""
-        self.ended.append(self.life.report())
+        own = self.life.lifecycles
+        counts = {"finished": own.finished, "rejected": own.rejected}
+        self.ended.append({**counts, "preemptions": dict(own.preemptions)})
         self.hits = self.all_hits
         self._life, self.leaving = None, False
         self.sent.clear()

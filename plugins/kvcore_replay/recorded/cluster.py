@@ -49,6 +49,14 @@ class RecordedCluster(RecordedParts, ClusterParts):
         """Whether the run has pools of split phases that the trace did not have."""
         return self.split is not None and "disaggregate" in self._changed
 
+    def _check_planner(self) -> None:
+        """Refuse a planner that does not fit if it is a new one.
+
+        A recorded one has all replicas up where fewer are left.
+        """
+        if "autoscale" in self._changed:
+            super()._check_planner()
+
     def _grouped(self) -> list[tuple[int, RunParts]]:
         recorded = replica_groups(self._header)
         same = {name: value for name, value in self._changes.items() if name not in ROUTED}

@@ -390,9 +390,9 @@ simulate W --replicas 2 --router preble:imbalance=0.5 | 'preble': give a window 
 simulate W --replicas 2 --autoscale thruput | there are: throughput, load
 simulate W --replicas 2 --autoscale load:least=0 | least of 1 or more
 simulate W --replicas 2 --autoscale load:most=2,least=3 | least <= start <= most
-simulate W --replicas 2 --autoscale load:least=3 | 'load': least=3 of 2 replicas: give as many
+simulate W --replicas 2 --autoscale load:least=3 | --autoscale: planner 'load': least=3 of 2
 simulate W --replicas 2 --autoscale load:start=3 | 'load': start=3 of 2 replicas: give as many
-simulate W --disaggregate prefill=2,decode=1 --autoscale load:least=2 | 1 replica to decode
+simulate W --disaggregate prefill=2,decode=1 --autoscale load:least=3 | 2 replicas, the most of
 simulate W --replicas 2 --autoscale throughput:interval=0 | interval above 0
 simulate W --replicas 2 --autoscale throughput:interval=1e-10 | interval above 0
 simulate W --replicas 2 --autoscale throughput:interval=inf | none of 292 years
