@@ -15,7 +15,7 @@ def bounded(
     default: Any,
     what: str,
     *bounds: Callable[[Any, Any, Any], Any],
-    error: str = "{name}: {option}={value} must be {what}",
+    error: str = "{name}: {option}={value!r} must be {what}",
 ) -> Any:
     """Return an option within bounds, which are validators of attrs.
 
@@ -26,7 +26,7 @@ def bounded(
         try:
             for bound in bounds:
                 bound(plugin, option, value)
-        except ValueError:
+        except (TypeError, ValueError):
             msg = error.format(name=plugin.name, option=option.name, value=value, what=what)
             raise InputError(msg) from None
 

@@ -238,3 +238,10 @@ def test_names_of_clients_take_bounded_memory(policy, bounds, monkeypatch):
 
     replay(requests(), cache)
     assert 0 < len(names) < 200
+
+
+@pytest.mark.parametrize("value", ["2", None, 0])
+def test_an_option_beyond_its_bounds_is_refused_whatever_its_type(value):
+    """A value out of bounds, or no number at all, is an error that says what must be."""
+    with pytest.raises(InputError, match=f"lruk: k={value!r} must be from 1 to 1,000"):
+        LRUK(k=value)

@@ -124,9 +124,16 @@ def test_a_junction_gets_a_state():
     [{"window": 17, "window_slots": 1000}, {"state_slots": 50}],
     ids=["window", "state"],
 )
-def test_the_next_turn_resumes_after_the_last_whole_key(pools, tmp_path):
-    """A prompt of 3 keys and a half, of 8 blocks each: the half has another key in the next."""
-    prompts = [(448, [1, 2, 3, 40]), (640, [1, 2, 3, 41, 50])]
+@pytest.mark.parametrize(
+    ("prompt", "keys"),
+    [(448, [1, 2, 3, 40]), (448, [1, 2, 3]), (512, [1, 2, 3]), (540, [1, 2, 3])],
+)
+def test_the_next_turn_resumes_after_the_last_whole_key(prompt, keys, pools, tmp_path):
+    """A prompt of 3 keys, of 8 blocks each, and more: the rest has another key in the next.
+
+    Or it has none.
+    """
+    prompts = [(prompt, keys), (640, [1, 2, 3, 41, 50])]
     requests = [
         Request(
             id=index, arrival=index * 10**9, prompt_tokens=tokens, output_tokens=1, keys=keys,

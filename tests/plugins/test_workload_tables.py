@@ -661,6 +661,13 @@ def test_comments_and_a_separator_before_the_header_are_skipped(tmp_path, above)
     ]
 
 
+def test_a_comment_above_json_is_skipped(tmp_path):
+    """A row of JSON is no row of numbers, whatever lists it has: the comment is no header."""
+    row = '{"time":%d,"input_tokens":100,"output_tokens":10,"more":[1,2,3]}\n'
+    requests, _ = read(tmp_path, f"# of a gateway\n{row % 0}{row % 1}")
+    assert [each.prompt_tokens for each in requests] == [100, 100]
+
+
 def test_a_table_of_a_separator_alone_has_no_columns(tmp_path):
     """A file with `sep=;` and nothing else is refused as a table without a time."""
     path = tmp_path / "rows.csv"

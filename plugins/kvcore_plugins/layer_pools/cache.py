@@ -418,14 +418,14 @@ class PooledCache(KVCache):
         return (keys, whole) if whole.blocks > match.blocks else None
 
     def _last_whole_key(self, request: Request) -> int:
-        """Return the tokens of a prompt up to a partial last key, which no longer one has.
+        """Return the tokens of a prompt up to the end of what a longer one can share.
 
-        0: it has none, or a key is a block.
+        0: that is the prompt, or its last whole block.
         """
-        key, prompt = request.key_tokens, request.prompt_tokens
-        if key <= self.geometry.block_size or prompt % key == 0 or request.publishes:
-            return 0
-        return min(prompt // key, len(request.keys)) * key
+        key, size = request.key_tokens, self.geometry.block_size
+        whole = min(request.prompt_tokens // key, len(request.keys)) * key
+        is_end = whole >= request.prompt_tokens // size * size
+        return 0 if is_end or request.publishes else whole
 
     def _split_match(self, request: Request, target: int | None, now: int) -> int:
         """Split the span in which full attention matches in part; return the blocks of it."""

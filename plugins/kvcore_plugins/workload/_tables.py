@@ -120,7 +120,8 @@ def _from_header(source: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, byt
         if first[1].startswith(b"#"):
             above = [first]
         elif not _SEPARATOR.fullmatch(first[1].rstrip()):
-            numbers = any(_NUMBER.fullmatch(cell) for cell in _MARKS.split(first[1].strip()))
+            cells = [] if first[1].lstrip().startswith(b"{") else _MARKS.split(first[1].strip())
+            numbers = any(map(_NUMBER.fullmatch, cells))
             yield from (*(above if numbers else ()), first)
             yield from source
             return

@@ -292,7 +292,8 @@ class GroupChecker(CacheChecker[GroupState]):
         if interval is None:
             return False
         key, last_token = self.state.layout.key_tokens, max(seq.prompt.tokens - 1, 0)
-        ends = (last_token, seq.prompt.tokens // key * key, seq.junction)
+        whole_keys = min(seq.prompt.tokens // key, len(seq.prompt.keys))
+        ends = (last_token, whole_keys * key, seq.junction)
         lasts = [end // self._size * self._size // group.size for end in ends]
         return any(last - need <= position < last for last in lasts)
 
