@@ -1209,7 +1209,7 @@ def test_a_full_disk_leaves_the_trace_up_to_it(tmp_path, monkeypatch, capsys):
     async def scene(proxy, servers, client):
         await ask(client)
         proxy.fleet.log.sync(proxy.fleet.now())
-        proxy.fleet.log._file._sink._wait()
+        proxy.fleet.log.file._sink._wait()
 
         def full(*_):
             msg = "cannot write the trace: No space left on device"

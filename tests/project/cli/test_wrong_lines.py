@@ -457,7 +457,7 @@ bench sim --backend torch-cpu | --backend torch-cpu: suites cpu and gpu
 # plots and live views
 plot none.jsonl --kind hits -o x.png | cannot read the trace none.jsonl
 plot . --kind latency -o x.png | is no result that
-plot good.jsonl --kind hits -o x.pdf | --out x.pdf: a name says what is
+plot good.jsonl --kind hits -o x.gif | --out x.gif: a name says what is
 plot good.jsonl --kind hits -o no/x.png | cannot write no/x.png: No such
 view good.jsonl | -o FILE, or --serve
 watch none.jsonl | cannot read the trace none.jsonl
