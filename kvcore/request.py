@@ -441,6 +441,19 @@ class TextRequest(Request):
     publish: bool = False
 
 
+def whole_key_tokens(tokens: int, keys: int, key_tokens: int) -> int:
+    """Return the tokens of a prompt up to the end of its last whole key.
+
+    No longer prompt shares more with it: there the last key has more tokens, and so is another.
+
+    Args:
+        tokens: tokens of the prompt.
+        keys: number of its keys, which may be too few for it.
+        key_tokens: tokens that a key stands for.
+    """
+    return min(tokens // key_tokens, keys) * key_tokens
+
+
 def text_request(
     name: int | str,
     tokens: Sequence[int],

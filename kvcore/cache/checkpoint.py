@@ -14,7 +14,7 @@ import attrs
 
 from kvcore.plugins.base import Plugin, find_override
 from kvcore.record import Record
-from kvcore.request import Request
+from kvcore.request import Request, whole_key_tokens
 
 
 @attrs.define(eq=False, slots=True, repr=False)
@@ -85,7 +85,8 @@ class CheckpointPolicy(Plugin):
         del hit
         end, key = request.prompt_tokens - 1, request.key_tokens
         if key > self.unit and not request.publishes:
-            end = min(end, (end + 1) // key * key, len(request.keys) * key) or end
+            whole = whole_key_tokens(request.prompt_tokens, len(request.keys), key)
+            end = min(end, whole) or end
         return end, junction
 
     def on_admitted(self, request: Request, hit: int, junction: int) -> None:

@@ -15,7 +15,7 @@ import attrs
 from kvcore import InputError, OutOfBlocks, Request, Span
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.prefix import PrefixMatch
-from kvcore.request import Key
+from kvcore.request import Key, whole_key_tokens
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.scheduler import Batching
 from kvcore_plugins.layer_pools.allocator import PooledAllocator
@@ -422,9 +422,9 @@ class PooledCache(KVCache):
 
         0: that is the prompt, or its last whole block.
         """
-        key, size = request.key_tokens, self.geometry.block_size
-        whole = min(request.prompt_tokens // key, len(request.keys)) * key
-        is_end = whole >= request.prompt_tokens // size * size
+        prompt, size = request.prompt_tokens, self.geometry.block_size
+        whole = whole_key_tokens(prompt, len(request.keys), request.key_tokens)
+        is_end = whole >= prompt // size * size
         return 0 if is_end or request.publishes else whole
 
     def _split_match(self, request: Request, target: int | None, now: int) -> int:
