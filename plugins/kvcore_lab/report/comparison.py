@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from itertools import starmap
+from typing import Any, TextIO, TypeAlias
 
 import attrs
 
@@ -35,6 +36,9 @@ CSV_COLUMNS = (
     *("hit_ratio_request", "saved_s", "evicted_blocks", "share_of_optimum", "reused_blocks"),
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request", "wall_s"),
 )
+
+_Shares: TypeAlias = tuple[float | None, float | None]
+"""Hits as a share of lookups, and of the most possible hits; None: not known, or not told."""
 
 AGES = {
     "age_at_hit_s": "age at hit",
@@ -165,30 +169,23 @@ class ComparisonReport:
     def table(self) -> Table:
         """Hits by pool size: a row per policy, and one of the infinite cache."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
-        table: dict[str, list[str]] = {}
+        table: dict[str, list[_Shares]] = {}
         tiered = any(row.reuse_ratio is not None for row in self.comparison.rows)
         for name, row in self._named:
-            table.setdefault(name, []).append(_cell(row, self._unit))
+            table.setdefault(name, []).append(_hits(row, self._unit))
             if tiered:
-                table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
-        infinite = _cell(self.comparison.infinite, self._unit)
-        table["infinite"] = [infinite] * len(sizes)
-        headers = [self._what, *(f"{self._size(size):>5}" for size in sizes)]
-        rows = [[name, *cells] for name, cells in table.items()]
-        if not self.apart:
-            return Table(headers, rows, (), split=True)
-        if self._ranked:
-            headers[1:] = [
-                text for size in headers[1:] for text in (size, f"{size}, of optimum")
-            ]
+                table.setdefault(f"{name} + tiers", []).append(self._reuse(row))
+        table["infinite"] = [_hits(self.comparison.infinite, self._unit)] * len(sizes)
+        headers = [f"{self._size(size):>5}" for size in sizes]
+        if self.apart and self._ranked:
+            headers = [text for size in headers for text in (size, f"{size}, of optimum")]
             rows = [
-                [
-                    name,
-                    *(part.strip(" ()") for text in cells for part in text.partition("(")[::2]),
-                ]
-                for name, *cells in rows
+                [name, *(text for shares in cells for text in _apart(*shares))]
+                for name, cells in table.items()
             ]
-        return Table(headers, rows, split=True)
+        else:
+            rows = [[name, *starmap(_beside, cells)] for name, cells in table.items()]
+        return Table([self._what, *headers], rows, None if self.apart else (), split=True)
 
     @property
     def saved(self) -> Table:
@@ -282,13 +279,13 @@ class ComparisonReport:
     def _ranked(self) -> bool:
         return any(row.share_of_optimum is not None for row in self.comparison.rows)
 
-    def _reuse_cell(self, row: Row) -> str:
+    def _reuse(self, row: Row) -> _Shares:
         """Return the hits of pool and tiers as a share of lookups, and of the most possible."""
         rows, reused = self.comparison.rows, row.reused_blocks
         optima = {row.blocks: row.reused_blocks for row in rows if _is_optimum(row)}
         bound = None if _is_optimum(row) else optima.get(row.blocks)
         ratio = None if row.reuse_ratio is None else row.reuse_ratio[self._unit]
-        return _reused(ratio, reused / bound if bound and reused is not None else None)
+        return ratio, reused / bound if bound and reused is not None else None
 
     def _bound(self) -> str:
         """Return the sentence about the bounds of checkpoint policies."""
@@ -415,17 +412,23 @@ def _is_optimum(row: Row) -> bool:
     return row.eviction == Belady.name and not row.options["bypass"]
 
 
-def _reused(ratio: float | None, part: float | None) -> str:
+def _beside(ratio: float | None, part: float | None) -> str:
     """Format a hit ratio, and in brackets the share of the most possible hits."""
     text = f"{share(ratio):>5}"
     return text if part is None else f"{text} {f'({part:.0%})':>5}"
 
 
-def _cell(result: Row | Infinite, unit: str) -> str:
+def _apart(ratio: float | None, part: float | None) -> tuple[str, str]:
+    """Format both for columns of their own."""
+    return share(ratio), "" if part is None else f"{part:.0%}"
+
+
+def _hits(result: Row | Infinite, unit: str) -> _Shares:
+    """Return the hits as a share of lookups, and of the most possible; None: not told."""
     part = None
     if isinstance(result, Row) and not _is_optimum(result):
         part = result.share_of_optimum
-    return _reused(result.hit_ratio[unit], part)
+    return result.hit_ratio[unit], part
 
 
 def residency_sections(comparison: Comparison) -> list[Section]:
