@@ -16,7 +16,7 @@ PERCENTS = (50, 90, 95, 99)
 """The percentiles of all reports, in the order of the fields of `Percentiles`."""
 
 EXACT = 200
-"""Values below this have a bucket each: the first two decades, and a fifth of the third."""
+"""Values below this have a bucket each: one of two values would be wider than 1 % of them."""
 
 
 @cache
@@ -72,11 +72,12 @@ class Histogram:
     def extend(self, values: Sequence[int], weights: Sequence[int]) -> None:
         """Add each of `values`, of which there is one or more, as many times as its weight."""
         self._sum_up(sum(weights), sum(map(mul, values, weights)), max(values))
-        # Many values fall into few buckets at a time.
-        low = bisect_left(self._borders, min(values))
-        high = bisect_left(self._borders, max(values), low)
-        ends = repeat(low), repeat(high)
-        counts, buckets = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
+        # All buckets lie between those of the least and of the greatest value; as many values
+        # share few of them, those of equal bucket and weight are counted together.
+        borders, counts = self._borders, self._weights
+        first = bisect_left(borders, min(values))
+        last = bisect_left(borders, max(values), first)
+        buckets = map(bisect_left, repeat(borders), values, repeat(first), repeat(last))
         for (bucket, weight), times in Counter(zip(buckets, weights, strict=True)).items():
             counts[bucket] += weight * times
 
@@ -96,10 +97,26 @@ class Histogram:
             bucket = bisect_left(borders, times[done] - since, bucket)
         counts[bucket] += count - done
 
-    def add_weights(self, weights: bytes, weight: int, total: int, high: int) -> None:
-        """Add samples: weights by bucket, their sum, that of the values, and the maximum.
+    def add_progression(self, first: int, step: int, count: int, weight: int) -> None:
+        """Add `first`, `first + step`, ... (`count` values), each `weight` times.
 
-        `weights` are machine integers of 8 bytes.
+        `step` and `count` are above 0. Costs O(buckets between the first and the last value).
+        """
+        last = first + step * (count - 1)
+        self._sum_up(count * weight, weight * (first + last) * count // 2, last)
+        borders, counts = self._borders, self._weights
+        bucket, done = bisect_left(borders, first), 0
+        while borders[bucket] < last:
+            upto = (borders[bucket] - first) // step + 1
+            counts[bucket] += (upto - done) * weight
+            done = upto
+            bucket = bisect_left(borders, first + step * done, bucket)
+        counts[bucket] += (count - done) * weight
+
+    def add_weights(self, weights: bytes, weight: int, total: int, high: int) -> None:
+        """Add samples that the core in C has counted, with their weight, sum and maximum.
+
+        `weights` has the weight in each bucket, as machine integers of 8 bytes.
         """
         self._sum_up(weight, total, high)
         counts = memoryview(weights).cast("q").tolist() if weight else ()
@@ -111,25 +128,6 @@ class Histogram:
         self._sum_up(other.weight, other.total, other.high)
         for bucket, weight in other._weights.items():
             self._weights[bucket] += weight
-
-    def add_progression(self, first: int, step: int, count: int, weight: int) -> None:
-        """Add `first`, `first + step`, ... (`count` values), each `weight` times.
-
-        `step` and `count` are above 0. Costs O(buckets between the first and the last value).
-        """
-        last = first + step * (count - 1)
-        self._sum_up(count * weight, weight * (first + last) * count // 2, last)
-        borders, counts = self._borders, self._weights
-        bucket = bisect_left(borders, first)
-        done = 0
-        while True:
-            # The number of values up to the border of this bucket.
-            upto = min((borders[bucket] - first) // step + 1, count)
-            counts[bucket] += (upto - done) * weight
-            if upto == count:
-                return
-            done = upto
-            bucket = bisect_left(borders, first + step * done, bucket)
 
     def _sum_up(self, weight: int, total: int, high: int) -> None:
         """Add samples to the exact figures, though not to the buckets."""
