@@ -84,12 +84,11 @@ class BlockLayout:
         self.block_size: int = block_size
         self.reload_seconds = inf
         self.shares_output = True
-        self._unit = accounting == "keys"
+        self._counts_keys = accounting == "keys"
         self._recompute = recompute
         self.set_key_tokens(block_size if key_tokens is None else key_tokens)
-        self._described = self.key_tokens  # of a trace
-        # None until the first request decides.
-        self._expected: int | None = key_tokens
+        self._in_header = self.key_tokens  # what the header of a trace says
+        self._expected: int | None = key_tokens  # of a request; None: the first one decides
 
     def set_key_tokens(self, key_tokens: int) -> None:
         """Set the number of tokens that a key stands for.
@@ -104,26 +103,21 @@ class BlockLayout:
                 "above 0"
             )
             raise InputError(msg)
-        ratio, rest = divmod(key_tokens, block_size)
-        stride = 1
-        if rest or not ratio:
-            ratio = 1
-            stride, rest = divmod(block_size, key_tokens)
-            if rest:
-                msg = (
-                    f"block size {block_size} and the workload's keys of {key_tokens} tokens "
-                    "do not fit: one must divide the other"
-                )
-                raise InputError(msg)
-            if self._unit:
-                msg = (
-                    f"block size {block_size} is larger than the workload's keys of "
-                    f"{key_tokens} tokens; in `keys` accounting it must divide them"
-                )
-                raise InputError(msg)
+        if key_tokens % block_size and block_size % key_tokens:
+            msg = (
+                f"block size {block_size} and the workload's keys of {key_tokens} tokens "
+                "do not fit: one must divide the other"
+            )
+            raise InputError(msg)
+        if self._counts_keys and block_size > key_tokens:
+            msg = (
+                f"block size {block_size} is larger than the workload's keys of "
+                f"{key_tokens} tokens; in `keys` accounting it must divide them"
+            )
+            raise InputError(msg)
         self.key_tokens = key_tokens
-        self.ratio = ratio
-        self._stride = stride
+        self.ratio = max(1, key_tokens // block_size)
+        self._stride = max(1, block_size // key_tokens)  # keys per block
         self._expected = key_tokens
 
     def prompt(self, request: Request, target: int | None = None) -> PromptBlocks:
@@ -148,27 +142,28 @@ class BlockLayout:
         keys = request.keys
         if type(keys) is KeyPrefix:
             keys = keys.view
-        if self._unit:
+        if self._counts_keys:
             blocks = len(keys) * self.ratio
             return keys, blocks * size, blocks, blocks, blocks, blocks
-        length = request.prompt_tokens
-        full = length // size
+        tokens = request.prompt_tokens
+        lookup = tokens // size
         publishes = request.publish or request.output_keys  # `publishes`, without its call
         if publishes:
             keys = self._with_output(request)
         if self._stride > 1:
             keys = keys[self._stride - 1 :: self._stride]
         keyed = len(keys) * self.ratio
-        blocks = -(-length // size)
+        blocks = -(-tokens // size)
         if publishes and self.shares_output:
             cacheable = keyed
-        elif keyed < full:
-            cacheable = full = keyed
+        elif keyed < lookup:
+            cacheable = lookup = keyed
         else:
-            cacheable = full
-        limit = ((length if target is None else target) - 1) // size if length else 0
-        can_hit = limit if limit < cacheable else cacheable
-        return keys, length, blocks, cacheable, full, can_hit
+            cacheable = lookup
+        # The last token is computed; an empty prompt has none.
+        limit = ((tokens if target is None else target) - 1) // size if tokens else 0
+        limit = limit if limit < cacheable else cacheable
+        return keys, tokens, blocks, cacheable, lookup, limit
 
     def generated_keys(self, request: Request, first: int, end: int) -> list[Key]:
         """Return the keys of a prompt's blocks, and names for the generated ones up to `end`.
@@ -180,9 +175,10 @@ class BlockLayout:
         keys = request.keys[self._stride - 1 :: self._stride][:prompt_keys]
         return [*keys, *self.generated_names(request, prompt_keys, end)]
 
-    def generated_names(self, request: Request, first: int, end: int) -> Iterator[Key]:
-        """Yield the names of generated blocks up to `end`, from the key at `first` on."""
-        return ((GENERATED, request.id, index) for index in range(first, -(-end // self.ratio)))
+    def generated_names(self, request: Request, first_key: int, end: int) -> Iterator[Key]:
+        """Yield names in place of the keys from `first_key` on, for the blocks up to `end`."""
+        keys = range(first_key, -(-end // self.ratio))
+        return ((GENERATED, request.id, index) for index in keys)
 
     def recompute_seconds(self, context: int, tokens: int) -> float:
         """Return the seconds it takes to compute `tokens` tokens after `context` others."""
@@ -214,12 +210,13 @@ class BlockLayout:
             InputError: as `check_key_tokens` does.
         """
         self.check_key_tokens(request)
-        known, self._described = self._described, request.key_tokens
-        return known != request.key_tokens
+        said, self._in_header = self._in_header, request.key_tokens
+        return said != request.key_tokens
 
     def block_keys(self, request: Request, keys: Sequence[Key], first: int) -> Sequence[Key]:
         """Return those of the output `keys` that blocks go by; `first` others precede them."""
         first += request.prompt_tokens // self.key_tokens
+        # Of all keys a block goes by every `_stride`-th one, from that at `_stride` - 1 on.
         return keys[-(first + 1) % self._stride :: self._stride]
 
     def _with_output(self, request: Request) -> Sequence[Key]:

@@ -1062,7 +1062,7 @@ int tree_init(Tree *t, PyObject *cache, int known)
     t->unpinned = int_attribute(t->tree, "unpinned_blocks");
     t->cached = int_attribute(t->tree, "cached_blocks");
     t->size = int_attribute(t->geometry, "block_size");
-    t->by_key = (int)int_attribute(t->geometry, "_unit");
+    t->by_key = (int)int_attribute(t->geometry, "_counts_keys");
     t->ratio = int_attribute(t->geometry, "ratio");
     t->stride = int_attribute(t->geometry, "_stride");
     PyObject *expected = attribute(t->geometry, "_expected");
