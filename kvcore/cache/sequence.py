@@ -45,8 +45,8 @@ class Sequence:
         admission: serial number of the admission; a fork has that of its parent.
         request: the request that it serves.
         keys: its chain of block keys, `ratio` blocks each.
-        named: keys of its output that became known while it was open.
-        cacheable: blocks that may be shared once computed.
+        named: number of keys of its output that became known while it was open.
+        cacheable: number of its first blocks that may be shared once computed.
         lookup_blocks, hit_blocks: blocks looked up and hit when it was opened.
         tokens: tokens for which blocks are allocated, the hit included.
         computed: tokens committed so far, the hit included.
@@ -77,7 +77,7 @@ class Sequence:
 
     def __init__(
         self,
-        id: int,  # noqa: A002 - as it is read
+        id: int,  # noqa: A002 - as the attribute
         admission: int,
         request: Request,
         keys: abc.Sequence[Key],
@@ -130,27 +130,27 @@ class Sequence:
     def is_whole(self) -> bool:
         """Whether all of its text is computed; False if its output is not known."""
         request = self.request
-        last = request.prompt_tokens + request.output_tokens - 1
-        return request.output_tokens > 0 and self.position >= last
+        # The last token is not computed, since none attends to it.
+        end = request.prompt_tokens + request.output_tokens - 1
+        return request.output_tokens > 0 and self.position >= end
 
     def table(self) -> Ids:
         """Return the ids of its blocks, first to last, without holes. O(blocks) in C."""
-        parts = []
+        shared = []
         span = self.span
         while span.parent is not None:
-            parts.append(span.ids)
+            shared.append(span.ids or ())
             span = span.parent
         ids: Ids = array("i")
-        for part in reversed(parts):
-            if part is not None:
-                ids.extend(part)
-        for first, end in reversed(self.holes):
+        for part in reversed(shared):
+            ids.extend(part)
+        for first, end in reversed(self.holes):  # `private` is without them already
             del ids[first:end]
         ids.extend(self.private or ())
         return ids
 
     def go_private(self, root: Span, tokens: int, blocks: int) -> None:
-        """Record a compaction to `tokens` computed tokens.
+        """Record a compaction to `tokens` computed tokens, of which none is shared (`root`).
 
         The table is `blocks` private blocks then, for these tokens and for those that are
         allocated and not computed.
@@ -178,11 +178,11 @@ class Sequence:
 
 
 def merge_holes(holes: abc.Iterable[Hole]) -> tuple[Hole, ...]:
-    """Return disjoint holes in order; adjacent ones are merged."""
-    parts: list[Hole] = []
+    """Return `holes`, which do not overlap, in order; adjacent ones as one."""
+    merged: list[Hole] = []
     for first, end in sorted(holes):
-        if parts and parts[-1][1] == first:
-            parts[-1] = parts[-1][0], end
+        if merged and merged[-1][1] == first:
+            merged[-1] = merged[-1][0], end
         else:
-            parts.append((first, end))
-    return tuple(parts)
+            merged.append((first, end))
+    return tuple(merged)
