@@ -76,14 +76,14 @@ class LayerGroup:
 
     @property
     def kept(self) -> int:
-        """Number of last tokens that the next one needs wherever it is."""
+        """Number of last tokens that the next one needs wherever it is; not of `full`."""
         if self.window is None:
             return 1
         return self.window - 1 if self.kind == "window" else 0
 
     @property
     def needed(self) -> int:
-        """Number of blocks before a position that a request needs to resume there."""
+        """Number of blocks before a position that a request needs to go on there; as `kept`."""
         return -(-self.kept // self.block_size)
 
     def passed(self, tokens: int) -> int:
@@ -112,9 +112,9 @@ class LayerGroup:
         return min(blocks, 2) if self.kind == "state" else blocks
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """Return the most blocks of K/V that a sequence holds until it has `tokens` tokens.
+        """Return the most blocks that a sequence holds until it has `tokens` tokens.
 
-        `in_flight` is the number of tokens that may be computed before passed ones are freed.
+        Of states that is all. `in_flight` tokens may be computed before passed ones leave.
         """
         blocks = -(-tokens // self.block_size)
         if self.window is None:
@@ -187,18 +187,17 @@ class BlockNames:
     def at(self, positions: Sequence[int]) -> list[Name]:
         """Return the names of the blocks at `positions`, in ascending order, below `end`."""
         keys, ratio = self.keys, self._ratio
-        if not positions or positions[-1] >= self.keyed:
-            return [self[position] for position in positions]
-        if ratio == 1:
-            return [keys[position] for position in positions]
-        if self._numbered and type(positions) is range:
-            first, end = positions[0], positions[-1] + 1
-            ids = (
-                range(key * ratio, (key + 1) * ratio)
-                for key in keys[first // ratio : -(-end // ratio)]
-            )
-            skipped = first // ratio * ratio
-            return list(chain.from_iterable(ids))[first - skipped : end - skipped]
+        if positions and positions[-1] < self.keyed:
+            if ratio == 1:
+                return [keys[position] for position in positions]
+            if self._numbered and type(positions) is range:
+                first, end = positions[0], positions[-1] + 1
+                names = (
+                    range(key * ratio, (key + 1) * ratio)
+                    for key in keys[first // ratio : -(-end // ratio)]
+                )
+                skipped = first // ratio * ratio
+                return list(chain.from_iterable(names))[first - skipped : end - skipped]
         return [self[position] for position in positions]
 
     def walk(self, start: int, end: int, step: int = 1) -> Iterator[tuple[int, Name]]:
@@ -232,7 +231,7 @@ class GroupSequence(CacheSequence):
         tables: its blocks, by group.
         names: the names of its blocks, by their size.
         boundaries: those of its `GroupMatch`.
-        settled: tokens that were allocated before the newest ones.
+        settled: tokens that it had before its last `grow`.
         committed_at: the time (ns) of its last commit.
         fresh: the states that have a name and that it has not computed yet, by group and name.
         room: tokens for which it has blocks in all groups.
@@ -241,9 +240,9 @@ class GroupSequence(CacheSequence):
     """
 
     __slots__ = (
-        *("boundaries", "committed_at", "fills_at", "fresh", "names", "passes_at", "room"),
-        *("settled", "tables"),
-    )
+        "boundaries", "committed_at", "fills_at", "fresh", "names", "passes_at", "room",
+        "settled", "tables",
+    )  # fmt: skip
 
     tables: list[Table]
     names: dict[int, BlockNames]
@@ -278,7 +277,8 @@ class GroupsBelow(LowerTiers, Protocol):
 def name_generated(names: dict[int, BlockNames], request: Request, tokens: int) -> None:
     """Give names to the blocks of the first `tokens` tokens that `request` has generated.
 
-    Not if the workload has keys for its output, or not for its whole prompt.
+    Not if the workload has keys for its output, or lacks some of its prompt, or if a hint
+    limits the blocks that others can hit.
     """
     if request.publishes or request.hints.share is not None:
         return
