@@ -18,12 +18,12 @@ from kvcore.request import Request
 GRID = 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 """The values of alpha that `tuned` tries; of equally good ones it takes the lowest."""
 
-WINDOW = 10
-"""It does so after so many times as many requests as came before the first eviction."""
+DELAY = 10
+"""It tries them after so many times as many requests as came before the first eviction."""
 
 
 class _Ranking:
-    """Segments in the order of a rank, which ends with what only one of them has.
+    """Segments in the order of a rank, whose last number only one of them has.
 
     Attributes:
         entries: each rank with its segment, the lowest first.
@@ -45,7 +45,7 @@ class _Ranking:
             insort(self.entries, (rank, segment))
 
     def ends(self, segments: Sequence[Segment]) -> list[Any]:
-        """Return what the lowest and the highest rank of `segments` begin with."""
+        """Return the first number of the lowest and of the highest rank of `segments`."""
         return [
             next(rank[0] for rank, segment in entries if segment in segments)
             for entries in (self.entries, reversed(self.entries))
@@ -94,18 +94,19 @@ class WeighedSegments(CheckpointPolicy):
                 return segment
         least, most = self._by_worth.ends(segments)
         earliest, latest = self._by_use.ends(segments)
-        now = latest + 1
-        oldest, newest = 1 / (now - earliest), 1 / (now - latest)
+        now = latest + 1  # so that the highest recency is 1
+        oldest = 1 / (now - earliest)
         for_recency, for_worth = self.shares
 
         def score(segment: Segment, of_worth: float) -> float:
             recency = 1 / (now - segment.last_use)
-            return for_recency * _scaled(recency, oldest, newest) + of_worth
+            return for_recency * _scaled(recency, oldest, 1.0) + of_worth
 
         first = victim = next(iter(segments))
         lowest = score(first, for_worth * _scaled(self._worth(first), least, most))
-        # Worth rises from here on. What was used later than one before, and comes after it in
-        # the order, has no lower score; and nothing has where worth alone makes a higher one.
+        # By rising worth: a segment that was used later than one before it here, and follows
+        # it in the order, scores no lower; and none does from where its worth alone is more
+        # than the lowest score, or as much as that of the first one, which wins ties.
         passed_use, passed_order = now, 0
         for (worth, use, order), segment in self._by_worth.entries:
             if (use >= passed_use and order > passed_order) or segment not in segments:
@@ -175,9 +176,9 @@ class Marconi(WeighedSegments):
     alpha: float | Literal["tuned"] = attrs.field(default=0.05, converter=_alpha)
 
     _weight: float = attrs.field(init=False)  # the alpha in use
-    _is_tuned: bool = attrs.field(init=False)
+    _is_tuned: bool = attrs.field(init=False)  # or was given
     _requests: list[Request] = attrs.field(init=False, factory=list)
-    _window: float = attrs.field(init=False, default=inf)
+    _tuned_after: float = attrs.field(init=False, default=inf)  # so many requests
 
     def __attrs_post_init__(self) -> None:
         """Check alpha; begin with 0 if it is to be tuned."""
@@ -198,8 +199,8 @@ class Marconi(WeighedSegments):
 
     def victim(self, segments: Sequence[Segment]) -> Segment:
         """Return the segment with the lowest score; the first call sets when alpha is tuned."""
-        if self._window == inf:
-            self._window = WINDOW * max(1, len(self._requests))
+        if self._tuned_after == inf:
+            self._tuned_after = DELAY * max(1, len(self._requests))
         return super().victim(segments)
 
     def on_admitted(self, request: Request, hit: int, junction: int) -> None:
@@ -207,7 +208,7 @@ class Marconi(WeighedSegments):
         if self._is_tuned:
             return
         self._requests.append(request)
-        if len(self._requests) >= self._window:
+        if len(self._requests) >= self._tuned_after:
             self._weight = max(GRID, key=self._hits)
             self._is_tuned = True
             self._requests.clear()
