@@ -103,17 +103,17 @@ class Recorder(ABC):
         expired: bool,
         again: bool,
     ) -> None:
-        """Write MISS of the sequence `seq`, unless all of its prompt hit.
+        """Write MISS of the sequence `seq`, unless all of its prompt hit; an empty one misses.
 
         The arguments are those of `admission`.
         """
-        request, hit, geometry = seq.request, seq.hit_blocks, seq.span.geometry
+        request, hit, size = seq.request, seq.hit_blocks, seq.span.geometry.block_size
         if not hit or hit < prompt_blocks:
             why: Literal["absent", "partial", "expired", "no keys"]
             if hit < limit:
                 why = "expired" if expired else "absent"
-            elif not seq.keys or limit < (request.prompt_tokens - 1) // geometry.block_size:
-                why = "no keys"
+            elif not seq.keys or limit < (request.prompt_tokens - 1) // size:
+                why = "no keys"  # of a block before the last token
             else:
                 why = "partial"
             self.miss(now, request=request.id, seq=seq.id, block=hit, why=why, again=again)
@@ -521,7 +521,7 @@ class Recorder(ABC):
     ) -> None:  # fmt: skip
         """Write LOAD_START: `seq` waits for blocks from `tier`, which arrive at `done` (ns).
 
-        Of cache groups, `hit` is the length of the prefix that it has after all its loads.
+        Of cache groups, `hit` is how many first blocks, of HEADER's, it has after all loads.
         """
         self.write({
             "n": 0, "t": now, "event": "LOAD_START", "tier": tier, "request": request,
@@ -595,16 +595,16 @@ def growth(
 
 
 def check_admission(request: Request, admitted: set[Id], *, resumed: bool) -> None:
-    """Check that the trace of a cache, which has `admitted` requests, is not contradicted.
+    """Check that `request` is resumed if, and only if, it is among the `admitted` ones.
 
     Raises:
         InputError: a request is admitted first for the second time, or resumed without a
             first admission.
     """
     if resumed != (request.id in admitted):
-        why = "was not admitted before: leave out resumed=True"
-        if not resumed:
-            why = "was admitted before: give another id, or resumed=True if it returns"
+        why = "was admitted before: give another id, or resumed=True if it returns"
+        if resumed:
+            why = "was not admitted before: leave out resumed=True"
         msg = f"request {request.id!r} {why}"
         raise InputError(msg)
 
