@@ -12,8 +12,8 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.workloads import given_workload
 from kvcore_lab.plans.planning import FleetPlan, plan
 
-PAIRS = ("ttft_s", "tpot_s", "slo_met_interval")
-"""The fields of a fleet that have several values, which a row of a table has not."""
+SPREADS = ("ttft_s", "tpot_s", "slo_met_interval")
+"""The fields of a fleet that are percentiles or an interval: of times a row has the p99."""
 
 NESTED = ("saturation", "full_pool")
 """The fields of a fleet that are objects, which a column is not."""
@@ -48,21 +48,20 @@ class DevicePlans(Shown):
         """
         fleets = [
             {"device": plan.setup["device"]}
-            | {name: value for name, value in fleet.items() if name not in PAIRS}
+            | {name: value for name, value in fleet.items() if name not in SPREADS}
             | {"ttft_p99_s": (fleet["ttft_s"] or {}).get("p99")}
             | {"tpot_p99_s": (fleet["tpot_s"] or {}).get("p99")}
             for plan in self.plans
             for fleet in plan.as_dict()["plans"]
         ]
-        # Those of unknown cost come last.
-        costs = "usd_per_day"
-        fleets.sort(key=lambda f: (f[costs] is None, f[costs] or 0, f["gpus"]))
-        known = [_objectives(fleet) for fleet in fleets]
-        fronts = (
-            None if own is None else not any(_beats(other, own) for other in known if other)
-            for own in known
+        cost = "usd_per_day"  # unknown ones come last
+        fleets.sort(key=lambda fleet: (fleet[cost] is None, fleet[cost] or 0, fleet["gpus"]))
+        figures = [_objectives(fleet) for fleet in fleets]
+        unbeaten = (
+            None if own is None else not any(_beats(other, own) for other in figures if other)
+            for own in figures
         )
-        return [fleet | {"pareto": on} for fleet, on in zip(fleets, fronts, strict=True)]
+        return [fleet | {"pareto": best} for fleet, best in zip(fleets, unbeaten, strict=True)]
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -105,10 +104,10 @@ def plan_devices(devices: Iterable[Any] | str, workload: Any, **options: Any) ->
         StorageError: as `plan`.
     """
     plans, notes = [], []
-    fault = InputError("devices: none was given: give one or more, such as h100,b200")
+    fault: InputError | None = None
+    # What can be read once alone is read here, for all devices.
     if (requests := given_workload(workload)) is not None:
         workload = requests
-    # What can be read once alone is read here, for all devices.
     options = {
         name: [*value] if isinstance(value, Iterator) else value
         for name, value in options.items()
@@ -123,7 +122,8 @@ def plan_devices(devices: Iterable[Any] | str, workload: Any, **options: Any) ->
         else:
             notes += [f"{name}: {note}" for note in plans[-1].notes]
     if not plans:
-        raise fault
+        msg = "devices: none was given: give one or more, such as h100,b200"
+        raise fault or InputError(msg)
     return DevicePlans(plans=plans, notes=notes)
 
 
@@ -133,6 +133,7 @@ def devices_of(text: Any) -> list[Any]:
         return [*text] if isinstance(text, Iterable) else [text]
     devices: list[str] = []
     for piece in text.split(","):
+        # A figure, `name=value`, belongs to the device before it, if that has figures.
         if "=" in piece and ":" not in piece and devices and "=" in devices[-1]:
             devices[-1] += f",{piece}"
         else:
@@ -142,9 +143,11 @@ def devices_of(text: Any) -> list[Any]:
 
 def _objectives(fleet: Mapping[str, Any]) -> list[float] | None:
     """Return figures of which less is better; None if one is unknown."""
-    values = [(fleet[name], sign) for name, sign in OBJECTIVES.items()]
-    return None if any(value is None for value, _ in values) else [v * s for v, s in values]
+    if any(fleet[name] is None for name in OBJECTIVES):
+        return None
+    return [fleet[name] * sign for name, sign in OBJECTIVES.items()]
 
 
 def _beats(first: list[float], other: list[float]) -> bool:
+    """Return True if no figure of `first` is above that of `other`, and one is below it."""
     return first != other and all(a <= b for a, b in zip(first, other, strict=True))
