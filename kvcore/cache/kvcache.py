@@ -363,6 +363,7 @@ class KVCache:
         # blocks can: below an unpinned span nothing is pinned.
         kept = unpinned + reserve
         if need > self.pool.free_blocks + tree.unpinned_blocks - kept:
+            # No open sequence will free blocks, so pins of clients end.
             if tree.pins and not self.sequences and tree.pins.make_way(blocks + reserve, now):
                 return self.open(
                     request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
@@ -431,7 +432,7 @@ class KVCache:
             self._last_id, self._admissions, request, planned.keys, planned.cacheable,
             planned.lookup_blocks, hit, tokens, tokens, hit, planned.target, match.span,
         )  # fmt: skip
-        tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
+        tree.open(seq, match, 0, now, missed=False, resumed=True)
         self.sequences[seq.id] = seq
         if trace is not None:
             trace.describe_keys(request, self.geometry)
@@ -513,11 +514,11 @@ class KVCache:
         self.now = now
         request, size = seq.request, self.geometry.block_size
         first, upto = request.prompt_tokens // size, tokens // size
-        private = seq.holes or seq.compacted or seq.family is not None
-        if private or request.publishes or request.hints.share is not None:
+        stays_private = seq.holes or seq.compacted or seq.family is not None
+        if stays_private or request.publishes or request.hints.share is not None:
             return
         if first <= seq.span.end < upto:
-            if isinstance(seq.keys, list) and seq.cacheable > first:
+            if isinstance(seq.keys, list) and seq.cacheable > first:  # some have names already
                 seq.keys += self.geometry.generated_names(request, len(seq.keys), upto)
             else:
                 seq.keys = self.geometry.generated_keys(request, first, upto)
@@ -694,8 +695,8 @@ class KVCache:
         """
         now = self._begin(seq, now)
         left, size = seq.tokens - tokens, self.geometry.block_size
-        fixed = max(seq.span.end, seq.holes[-1][1] if seq.holes else 0)
-        fixed = max(fixed * size, seq.compacted_to)
+        blocks = max(seq.span.end, seq.holes[-1][1] if seq.holes else 0)
+        fixed = max(blocks * size, seq.compacted_to)
         if tokens and not fixed <= left <= seq.tokens:
             msg = (
                 f"rollback of {tokens} tokens of sequence {seq.id}: it has {seq.tokens}, of "
@@ -708,6 +709,15 @@ class KVCache:
             self.trace.free(now, seq=seq.id, runs=freed, reason="rollback", first=first)
         seq.tokens, seq.blocks = left, first
         seq.computed = min(seq.computed, left)
+
+    def adopt(self, request: Request) -> None:
+        """Record that another server admitted `request`: here it opens as a resumed one."""
+        if self.trace is not None:
+            self._admitted.add(request.id)
+
+    def disown(self, request: Request) -> None:
+        """Drop the record of `request`, which another server continues: it would be new."""
+        self._admitted.discard(request.id)
 
     # Decoding in bulk: many sequences grow by a token a step, and no block id is read.
 
@@ -828,11 +838,11 @@ class KVCache:
         if not (request.publishes and isinstance(seq.keys, list)) or seq.keys is request.keys:
             msg = f"request {request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
-        ends = geometry.block_keys(request, keys, len(request.output_keys) + seq.named)
+        more = geometry.block_keys(request, keys, len(request.output_keys) + seq.named)
         seq.named += len(keys)
-        seq.keys.extend(ends)
+        seq.keys.extend(more)
         if geometry.shares_output and request.hints.share is None and not seq.compacted:
-            seq.cacheable += len(ends) * geometry.ratio
+            seq.cacheable += len(more) * geometry.ratio
 
     # Blocks.
 
@@ -961,16 +971,8 @@ class KVCache:
         raise PolicyError(str(self.tree.failure)) from self.tree.failure
 
     def _no_room(self, request: Request, need: int, kept: int) -> str:
+        """Return why `request` cannot get `need` blocks; `kept` unpinned ones must stay."""
         return (
             f"request {request.id} needs {need} more blocks; {self.pool.free_blocks} of "
             f"{self.pool.blocks} are free and {self.tree.unpinned_blocks - kept} can be evicted"
         )
-
-    def adopt(self, request: Request) -> None:
-        """Record that another server admitted `request`: here it opens as a resumed one."""
-        if self.trace is not None:
-            self._admitted.add(request.id)
-
-    def disown(self, request: Request) -> None:
-        """Drop the record of `request`, which another server continues: it would be new."""
-        self._admitted.discard(request.id)
