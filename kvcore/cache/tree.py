@@ -404,7 +404,7 @@ class SpanTree:
             last = fork.blocks - 1
             if first <= last < upto and fork.tokens % size:
                 own = (seq.private or ())[last - first : last - first + 1]
-                key = slice(last // ratio, last // ratio + 1)
+                key = slice(last // ratio, last // ratio + 1)  # the fork may have none there
                 if (fork.private or ())[-1:] == own and fork.keys[key] != seq.keys[key]:
                     upto = last
         return upto
@@ -745,11 +745,12 @@ class SpanTree:
                 self.watcher.leaving(span, count, now, "capacity")
             self.evicted_blocks += count
             if residency is not None:
-                if times is None or self._evicts_leaves:
-                    evicted_at = now if times is None else times[blocks - missing - count]
-                    residency.on_evict(span, count, evicted_at, "capacity")
+                done = blocks - missing
+                if times is None:
+                    residency.on_evict(span, count, now, "capacity")
+                elif self._evicts_leaves:  # all of its blocks leave with the first
+                    residency.on_evict(span, count, times[done - count], "capacity")
                 else:
-                    done = blocks - missing
                     residency.on_evict_by_block(span, times[done - count : done])
             if count == span.end - span.start:
                 self._remove(span, "capacity")
@@ -917,10 +918,11 @@ class SpanTree:
     def _trace_victim(
         self, span: Span, ids: Ids, now: int, victims: list[Victim] | None
     ) -> None:
-        """Write EVICT, or add it to `victims`: the blocks `ids` of `span` leave."""
+        """Write EVICT, or add to `victims` if there is a list: `ids` of `span` leave."""
         if victims is None:
             self._trace_eviction(span, ids, now, "capacity")
             return
+        # A span that has lost other blocks just before stays one entry.
         before = victims.pop()[1] if victims and victims[-1][0] == span.id else 0
         victims.append((span.id, before + len(ids), span.hit_count, span.last_access))
 
