@@ -746,10 +746,9 @@ class SpanTree:
             self.evicted_blocks += count
             if residency is not None:
                 done = blocks - missing
-                if times is None:
-                    residency.on_evict(span, count, now, "capacity")
-                elif self._evicts_leaves:  # all of its blocks leave with the first
-                    residency.on_evict(span, count, times[done - count], "capacity")
+                if times is None or self._evicts_leaves:  # whole leaves leave at one time
+                    left_at = now if times is None else times[done - count]
+                    residency.on_evict(span, count, left_at, "capacity")
                 else:
                     residency.on_evict_by_block(span, times[done - count : done])
             if count == span.end - span.start:
