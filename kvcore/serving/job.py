@@ -50,14 +50,14 @@ class Job:
     Attributes:
         request: the request to be served.
         serial: order of arrival, from 1.
-        arrival: when it arrived here; in closed-loop traffic no workload can know.
+        arrival: when it arrived here, which in closed-loop traffic no workload knows.
         steps: the decode steps of its server.
         target: tokens of its prefill: the prompt, and after a recompute preemption also the
             tokens that it had generated.
         slo: its own SLO, else that of the run; None: none.
         stage: `waiting`, `loading`, `prefill`, `decode`, `paused` or `done`.
         seq: its blocks; None while it has none.
-        computed: tokens of `target` that are computed; tokens that hit count.
+        computed: tokens of `target` that are computed, those that hit included.
         rank: the priority it was queued with.
         data: the scheduler's own.
         admitted, first_token: when it was first admitted, and when its first token came.
@@ -73,30 +73,10 @@ class Job:
     """
 
     __slots__ = (
-        "admitted",
-        "arrival",
-        "computed",
-        "data",
-        "first_token",
-        "generated_before",
-        "hit",
-        "joined",
-        "last_token_ps",
-        "loaded",
-        "named_keys",
-        "output_tokens",
-        "pauses",
-        "rank",
-        "recomputes",
-        "request",
-        "seq",
-        "serial",
-        "slo",
-        "stage",
-        "steps",
-        "swaps",
-        "target",
-    )
+        "admitted", "arrival", "computed", "data", "first_token", "generated_before", "hit",
+        "joined", "last_token_ps", "loaded", "named_keys", "output_tokens", "pauses", "rank",
+        "recomputes", "request", "seq", "serial", "slo", "stage", "steps", "swaps", "target",
+    )  # fmt: skip
 
     def __init__(
         self,
