@@ -24,7 +24,6 @@ _BYTES_OF_32 = {
     "nvfp4": 18,
 }
 
-
 WeightDtype: TypeAlias = Literal[
     "fp32", "fp16", "bf16", "fp8", "int8", "int4", "mxfp4", "nvfp4"
 ]
@@ -149,12 +148,12 @@ class ModelSpec(Record):
             problem = f"{self.active_parameters} of {self.parameters} parameters are active"
         elif self.active_parameters < self.parameters and not self.experts_per_token:
             problem = "only a model with experts has parameters that are not active"
-        if problem := problem or self._bytes_problem():
+        if problem := problem or self._problem_in_memory():
             msg = f"model {self.name!r}: {problem}"
             raise InputError(msg)
 
-    def _bytes_problem(self) -> str | None:
-        """Return what contradicts other fields in bytes and `caches`; None if nothing does."""
+    def _problem_in_memory(self) -> str | None:
+        """Return what is wrong with the bytes of weights or with `caches`; None: nothing."""
         if not 0 <= self.expert_bytes <= self.weight_bytes <= MAX_COUNT:
             return f"weights of less than 0 bytes, or of more than {MAX_COUNT:,}"
         if not self.caches:
@@ -205,6 +204,7 @@ class ModelSpec(Record):
     @property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts together; 0 for a dense model."""
+        # A token leaves out those of the experts that it is not routed to: equal parts.
         idle = self.experts - self.experts_per_token
         return (self.parameters - self.active_parameters) * self.experts // idle if idle else 0
 
@@ -244,7 +244,7 @@ class ModelSpec(Record):
     def with_weights(self, dtype: str) -> ModelSpec:
         """Return the model with all its weights in `dtype`.
 
-        In nvfp4 those of experts alone, if there are any: so checkpoints of mixtures are.
+        In nvfp4 those of its experts, if any, and the others in bf16: so checkpoints are.
         """
         shared = "bf16" if dtype == "nvfp4" and self.experts else dtype
         return attrs.evolve(
