@@ -1,4 +1,7 @@
-"""Memory of K/V: the bytes of a block, and the blocks that fit beside the weights."""
+"""Memory of K/V: the bytes of a block, and the blocks that fit beside the weights.
+
+Read `KVLayout` first, the bytes of blocks; a `Deployment` has devices, and blocks that fit.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ _SUGGESTIONS = 3
 """Largest number of other devices that an error names."""
 
 _NOT_IN_BLOCKS = "state", "compressed", "cross"
+"""Kinds of caches that have no entry for each token of a block."""
 
 
 def can_share(model: ModelSpec, devices: int) -> bool:
@@ -122,7 +126,7 @@ class Deployment(Record):
         return f"{self.devices} x {self.device.name}"
 
     @drafting.default
-    def _asked(self) -> DraftMemory:
+    def _ask_drafter(self) -> DraftMemory:
         """Return what the drafter adds; raise PolicyError if it does not tell."""
         if self.drafter is None:
             return DraftMemory()
@@ -208,8 +212,8 @@ def check_pool(model: ModelSpec) -> None:
     Raises:
         InputError: layers keep what such blocks cannot hold.
     """
-    if not is_pooled(model):
-        others = [cache for cache in model.layer_caches if cache.kind in _NOT_IN_BLOCKS]
+    others = [cache for cache in model.layer_caches if cache.kind in _NOT_IN_BLOCKS]
+    if others:
         msg = (
             f"{model.name} keeps more than K/V of tokens ({'; '.join(map(str, others))}), and "
             "a pool has blocks of tokens alone, so hits and memory would be wrong. "
@@ -245,7 +249,7 @@ class KVLayout(Record):
     block_size: int = count_field(default=16)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse blocks that the codec cannot code."""
+        """Refuse blocks that the codec cannot code, as it says when asked for their bytes."""
         if self.bytes_per_block < 1:
             raise wrong_answer(self.codec, "planes()", "none, so K/V would take no bytes")
 
@@ -343,8 +347,6 @@ class KVLayout(Record):
 
     def kept_bytes(self, cache: LayerCache, tokens: int, devices: int = 1) -> Fraction:
         """Return the bytes that the layers of a cache keep of a request of `tokens` tokens."""
-        if cache.kind == "shared":
-            return Fraction(0)
         blocks = self.blocks_for(cache.kept(tokens))
         layer_bytes = blocks * self.block_size * self.cache_bytes(cache) + cache.state_bytes
         return cache.layers * layer_bytes * cache.copies(devices)
@@ -358,7 +360,7 @@ class KVLayout(Record):
         return ceil(sum(size * min(tokens, reach or tokens) for reach, size in reads))
 
     def reads(self, devices: int = 1) -> dict[int | None, Fraction]:
-        """Return the bytes read for each token in reach, in all layers with that reach.
+        """Return by reach the bytes read for each token in it, in all layers that have it.
 
         A state costs the bytes of it that are read and written.
         """
