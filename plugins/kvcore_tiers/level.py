@@ -138,6 +138,8 @@ class Part:
 
 
 class _Requester(NamedTuple):
+    """All that a tree reads of a request: to make a whole one would double the cost."""
+
     id: int | str
     tenant: str | None
 
@@ -229,13 +231,12 @@ class Level(Upper, TierLevel):
         self._serial = 0
         # The last path that was stored, and its end; None after any block has left.
         self._held: tuple[Span, int] | None = None
-        slots, eviction = self.pool.blocks, self.eviction
         index = resolve("prefix", None, "radix")
         try:
-            eviction.attach(slots, cache.geometry.block_size)
+            self.eviction.attach(self.pool.blocks, cache.geometry.block_size)
         except FAILURES as error:
-            raise policy_error(eviction, "attach", error) from error
-        self.tree = SpanTree(self.pool, index, eviction, cache.geometry, None)
+            raise policy_error(self.eviction, "attach", error) from error
+        self.tree = SpanTree(self.pool, index, self.eviction, cache.geometry, None)
         self.tree.watcher = self
         self.tree.upper = cache.tree
 
@@ -246,7 +247,7 @@ class Level(Upper, TierLevel):
         return mover is None or mover.is_ready(self)
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
-        """Called when blocks are about to leave; the level below may store victims."""
+        """Called when blocks are about to leave: the level below stores victims first."""
         self._held = None
         super().leaving(span, blocks, now, reason)
         first = span.end - blocks
@@ -339,12 +340,12 @@ class Level(Upper, TierLevel):
     def unpark(self, request: int | str, now: int) -> None:
         """Drop the parked blocks of a preempted sequence."""
         holder = self.parked.pop(request)
-        shared, count = holder.span.end, holder.blocks - holder.span.end
+        first, count = holder.span.end, holder.blocks - holder.span.end
         if self.mover is not None and holder.private is not None:
             self.mover.dropped(self, holder.private)
         self.pool.free(None if holder.private is None else holder.private[::-1], count)
         self.tree.close(holder.span, now)
-        self._drop(request, shared, count, now, "parked")
+        self._drop(request, first, count, now, "parked")
 
     def _wrote(
         self,
@@ -356,6 +357,7 @@ class Level(Upper, TierLevel):
         *,
         parked: bool = False,
     ) -> None:
+        """Count blocks as written, with the time of the link, and write OFFLOAD."""
         self.stats.stored += blocks
         done = self.link.store(blocks * self.slot_bytes, now)
         trace = self._cache.trace
@@ -366,6 +368,7 @@ class Level(Upper, TierLevel):
             )  # fmt: skip
 
     def _drop(self, request: int | str, first: int, blocks: int, now: int, reason: str) -> None:
+        """Count blocks as dropped, and write DROP."""
         dropped = self.stats.dropped
         dropped[reason] = dropped.get(reason, 0) + blocks
         trace = self._cache.trace
@@ -385,11 +388,12 @@ class Level(Upper, TierLevel):
 
         The directory has them up to `end`; blocks that the store has lost are dropped from it.
         """
-        mover, span = self.mover, self.tree.match(seq.keys, end, now).span
-        slots = None if mover is None else path_ids(span, first, end)
-        if mover is None or slots is None:
+        if self.mover is None:
             return end
-        present = first + mover.present(self, slots)
+        slots = path_ids(self.tree.match(seq.keys, end, now).span, first, end)
+        if slots is None:
+            return end
+        present = first + self.mover.present(self, slots)
         if present < end and self.is_ready:
             self.discard(seq, present, now, "gone")
         return present
@@ -409,8 +413,8 @@ class Level(Upper, TierLevel):
         tree.open(holder, match, 0, now, missed=False, resumed=resumed)
         return Part(self, holder, first, end)
 
-    def give_back(self, part: Part, right: int | None, now: int) -> None:
-        """Unpin loaded blocks, of which the first `right` ones were intact.
+    def give_back(self, part: Part, intact: int | None, now: int) -> None:
+        """Unpin loaded blocks, of which the first `intact` ones were intact.
 
         None: they were not checked, since blocks before them were not intact.
         """
@@ -419,21 +423,22 @@ class Level(Upper, TierLevel):
             self.unpark(holder.request.id, now)
             return
         span = holder.span
-        tree.close(holder.span, now)
-        if right is None:
+        tree.close(span, now)
+        if intact is None:
             return
-        if right < part.end - part.first:
-            self.discard(holder, part.first + right, now, part.reason)
+        if intact < part.end - part.first:
+            self.discard(holder, part.first + intact, now, part.reason)
         elif self.tier.keep == "exclusive":
             tree.vacate(span, now)
 
-    def discard(self, wrong: Holder, first: int, now: int, reason: str) -> None:
-        """Drop the path of `wrong` from position `first` on, and all spans below it."""
+    def discard(self, seq: Holder, first: int, now: int, reason: str) -> None:
+        """Drop the path of `seq` from position `first` on, and all spans below it."""
         tree = self.tree
-        holder = self._holder(wrong.request.id, wrong.request.tenant, wrong.keys, first)
-        match = tree.match(wrong.keys, first, now)
+        # Opened up to there, so that a span which goes on is split.
+        holder = self._holder(seq.request.id, seq.request.tenant, seq.keys, first)
+        match = tree.match(seq.keys, first, now)
         tree.open(holder, match, 0, now, missed=False, resumed=True)
-        key = wrong.keys[holder.span.end // tree.geometry.ratio]
+        key = seq.keys[holder.span.end // tree.geometry.ratio]
         top = (holder.span.children or {}).get(key)
         if top is not None:
             tree.discard(top, now, reason)
@@ -464,7 +469,6 @@ class Level(Upper, TierLevel):
         """Return a sequence to pin a path up to position `blocks` while it is moved."""
         self._serial += 1
         root = self.tree.root
-        # A tree reads no more of a request; to make a whole one would double the cost.
         requester = cast("Request", _Requester(request, tenant))
         return Holder(
             self._serial, self._serial, requester, keys, blocks, 0, 0, 0, 0, blocks, 0, root
