@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import filterfalse, takewhile
 from typing import Any
 
 import attrs
@@ -272,7 +273,7 @@ class SegmentedGroups(GroupedCache):
     def _borrow(self, segment: CachedSegment, places: Iterable[tuple[int, Name]]) -> None:
         """Note that `segment` stands on blocks of these groups and names, of other segments."""
         for place in places:
-            if self.groups[place[0]].kind == "full":  # of chunks the last one is needed
+            if self.groups[place[0]].kind == "full":  # of chunks a request needs its own alone
                 segment.borrowed[place] = None
                 self._borrowers.setdefault(place, {})[segment] = None
 
@@ -338,7 +339,8 @@ class SegmentedGroups(GroupedCache):
     def _choose(self, count: int, seq: GroupSequence) -> list[int]:
         """Return blocks of the segments that the policy chooses, which no sequence holds.
 
-        A segment that has begun to leave goes on to, as far as it can.
+        A segment that has begun to leave goes on to, as far as it can. When none can leave,
+        blocks do, in the order in which they became idle.
         """
         victims: list[int] = []
         while len(victims) < count:
@@ -359,7 +361,7 @@ class SegmentedGroups(GroupedCache):
 
     def _ask_victim(self) -> CachedSegment | None:
         """Return the segment that the policy chooses; None if none can leave."""
-        segments = _Leaving(self._segments, self._can_leave)
+        segments = _Candidates(self._segments, self._can_leave)
         if next(iter(segments), None) is None:
             return None
         victim = self._ask("victim", self.checkpoint.victim, segments)
@@ -379,12 +381,9 @@ class SegmentedGroups(GroupedCache):
     def _idle(self, segment: CachedSegment) -> list[int]:
         """Return the blocks of `segment` that can leave now, in order."""
         holders = self._blocks.holders
-        idle = [block for block in segment.kept if not holders(block)]
+        idle = [*filterfalse(holders, segment.kept)]
         if not segment.children and len(idle) == len(segment.kept):
-            for block in reversed(segment.full):
-                if holders(block):
-                    break
-                idle.append(block)
+            idle += takewhile(lambda block: not holders(block), reversed(segment.full))
         return idle
 
     def _lose(self, block: int) -> None:
@@ -392,7 +391,7 @@ class SegmentedGroups(GroupedCache):
         segment = self._segment_of.pop(block, None)
         if segment is None:
             if self.groups[self._blocks.place(block)[0]].window is not None:
-                for text in self._texts.values():  # it may have passed there
+                for text in self._texts.values():  # its window may have passed the block
                     text.lose(block)
             return
         if block in segment.kept:
@@ -412,7 +411,10 @@ class SegmentedGroups(GroupedCache):
         self._tell(segment)
 
     def _dissolve(self, segment: CachedSegment) -> None:
-        """Start the segments below `segment`, which lost its boundary, where it starts."""
+        """Start the segments below `segment`, which lost its boundary, where it starts.
+
+        The first of them gets its blocks of full attention, and the others borrow these.
+        """
         segment.resumable = False
         segment.seconds = 0.0
         above = segment.above
@@ -438,7 +440,7 @@ class SegmentedGroups(GroupedCache):
             self._tell(heir)
 
 
-class _Leaving(Sequence[CachedSegment]):
+class _Candidates(Sequence[CachedSegment]):
     """The segments that can leave now, by their order; none is copied."""
 
     def __init__(
@@ -467,6 +469,4 @@ class _Leaving(Sequence[CachedSegment]):
 def _split(blocks: list[tuple[int, int]], end: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the blocks up to `end` tokens, and the others with their tokens."""
     first = [block for tokens, block in blocks if tokens <= end]
-    if len(first) == len(blocks):
-        return first, []
     return first, [entry for entry in blocks if entry[0] > end]
