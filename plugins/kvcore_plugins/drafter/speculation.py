@@ -99,12 +99,12 @@ def with_drafts(
     total = sum(drafts)
     if not total:
         return work
-    after = [
+    drafted = [
         (job.length + 1, count) for job, count in zip(decoding, drafts, strict=True) if count
     ]
     pairs = tuple(
-        known + sum(attended_pairs(context, count, window) for context, count in after)
-        for known, window in zip(work.attended_pairs, windows, strict=True)
+        others + sum(attended_pairs(context, count, window) for context, count in drafted)
+        for others, window in zip(work.attended_pairs, windows, strict=True)
     )
     return StepWork(work.prefill + total, pairs, work.decode, work.context)
 
@@ -133,7 +133,7 @@ class Speculation:
         batcher: Batcher,
         log: RunLog,
     ) -> None:
-        if isinstance(executor, SpeculativeSimulator):
+        if isinstance(executor, SpeculativeSimulator):  # on tensors the executor binds it
             drafter.bind()
         self._drafter, self._executor = drafter, executor
         self._cache, self._batch, self._batcher, self._log = cache, batch, batcher, log
@@ -162,11 +162,11 @@ class Speculation:
     def _extend(self, prefill: int, now: int) -> list[int]:
         """Allocate slots for drafts; return the most drafts of each job of the step."""
         cache = self._cache
-        drafts, size = self._drafter.tokens, cache.geometry.block_size
+        most, size = self._drafter.tokens, cache.geometry.block_size
         left = self._batcher.batching.max_tokens - prefill - len(self._jobs)
         limits = []
         for job in self._jobs:
-            seq, count = job.seq, min(drafts, job.output_left - 1, left)
+            seq, count = job.seq, min(most, job.output_left - 1, left)
             assert seq is not None
             if count > 0:
                 # The slots behind the newest token in its block are allocated already.
@@ -189,7 +189,7 @@ class Speculation:
         assert self._step is not None
         (work, result), self._step = self._step, None
         cache, batch, stats = self._cache, self._batch, self._stats
-        extended, more = self._extended, 0
+        extended, gained = self._extended, 0
         for job, limit, (drafted, accepted) in zip(
             self._jobs, self._limits, result.verified, strict=True
         ):
@@ -198,17 +198,18 @@ class Speculation:
             stats.outcomes[drafted, accepted] += 1
             if accepted:
                 batch.gain(job, accepted)
-                more += accepted
+                gained += accepted
             if job in extended:
                 assert job.seq is not None
                 cache.rollback(job.seq, limit - accepted, now)
         extended.clear()
-        if more:
-            # Accepted drafts come at the same moment as the token after them.
-            self._log.itl.pending.append((0, 0, 1, more))
+        if gained:
+            # Accepted drafts come at the same moment as the token after them: gaps of 0.
+            self._log.itl.pending.append((0, 0, 1, gained))
         if work.decode and not work.prefill and self._executor.mode == "model":
+            # Without drafts each such step gives a token to each sequence.
             plain_ps = self._executor.latency.duration(work)
-            stats.plain_ps += plain_ps * (work.decode + more) // work.decode
+            stats.plain_ps += plain_ps * (work.decode + gained) // work.decode
             stats.took_ps += took_ps
 
     def commit(self, now: int) -> None:
