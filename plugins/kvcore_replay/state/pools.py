@@ -47,7 +47,7 @@ class PoolState(CacheState):
         super().__init__(header)
         if header.count != "tokens" or header.tiers:
             violated("pools of layers count tokens, and have no tiers below them")
-        if (record.window is None) is not (record.window_slots is None):
+        if (record.window is None) != (record.window_slots is None):
             violated("window slots are those of a window, and HEADER has one of both")
         self.window_blocks = -(-((record.window or 1) - 1) // header.block_size)
         sizes = {"window": record.window_slots, "state": record.state_slots}
@@ -55,8 +55,7 @@ class PoolState(CacheState):
         self.free_slots = dict(self.slots)
         self.kept: dict[str, set[TracedSpan]] = {pool: set() for pool in self.slots}
         self.passed: dict[int, int] = {}
-        # By the name of its first block, each span.
-        self._begins: dict[Any, TracedSpan] = {}
+        self._by_first_block: dict[tuple[Any, int], TracedSpan] = {}
         self._apply |= methods_by_event(self, *POOL_EVENTS)
 
     def slots_of(self, pool: str, span: TracedSpan) -> int:
@@ -77,16 +76,16 @@ class PoolState(CacheState):
         end = spans[-1].end if spans else 0
         limit = min(limit, len(keys) * ratio)
         while end < limit:
-            span = self._begins.get(self._name(keys, end))
+            span = self._by_first_block.get(self._name(keys, end))
             if span is None:
                 break
             spans.append(span)
-            low, high = end // ratio, -(-min(span.end, limit) // ratio)
-            others = span.keys
-            same = bisect_left(
+            # Keys are chained, so they differ from the first one that does on.
+            low, high, others = end // ratio, -(-min(span.end, limit) // ratio), span.keys
+            equal = bisect_left(
                 range(low, high), 1, key=lambda index: keys[index] != others[index]
             )
-            end = min(span.end, limit, (low + same) * ratio)
+            end = min(span.end, limit, (low + equal) * ratio)
             if end < span.end:
                 break
         self.count_work(len(spans))
@@ -129,34 +128,34 @@ class PoolState(CacheState):
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedSequence:
         seq = super()._admit(event, hit)
         self.passed[seq.id] = 0
-        self._give("state", -STATES)
+        self._add_free("state", -STATES)
         return seq
 
     def _alloc(self, event: events.Alloc) -> None:
         super()._alloc(event)
-        self._give("window", -len(self.ids(event.runs)))
+        self._add_free("window", -len(self.ids(event.runs)))
 
     def _commit(self, event: events.Commit) -> None:
         passed, end = self.passed[event.seq], event.first + event.blocks
-        self._give("window", max(0, end - max(event.first, passed)))
+        self._add_free("window", max(0, end - max(event.first, passed)))
         super()._commit(event)
         if event.how == "new":
-            self._begin(self.spans[event.span])
+            self._add(self.spans[event.span])
 
     def _split(self, event: events.Split) -> None:
         super()._split(event)
         lower, upper = self.spans[event.span], self.spans[event.upper]
-        self._begin(upper)
-        self._begin(lower)
-        if lower in self.kept.get("window", ()):
+        self._add(upper)
+        self._add(lower)
+        if lower in self.kept.get("window", ()):  # a state is that of its end
             self.kept["window"].add(upper)
 
     def _keep(self, event: events.Keep) -> None:
         self.sequence(event.seq)
         for span in event.windows or ():
-            self._store("window", span)
+            self._gain("window", self.span(span))
         if isinstance(event.state, int):
-            self._store("state", event.state)
+            self._gain("state", self.span(event.state))
 
     def _tombstone(self, event: events.Tombstone) -> None:
         self._lose(event.pool, self.span(event.span))
@@ -168,7 +167,7 @@ class PoolState(CacheState):
         for pool, kept in self.kept.items():
             if span in kept:
                 self._lose(pool, span)
-        del self._begins[self._name(span.keys, span.start)]
+        del self._by_first_block[self._name(span.keys, span.start)]
         super()._evict(event)
         if span.ids:
             violated(f"span {span.id} leaves in part, and leaves leave whole")
@@ -178,35 +177,35 @@ class PoolState(CacheState):
         if event.reason == "passed":
             for first, count in event.forgotten or ():
                 self.passed[seq.id] = first + count
-                self._give("window", count)
+                self._add_free("window", count)
         elif event.reason == "close":
             passed = self.passed.pop(seq.id)
-            self._give("window", max(0, seq.blocks - max(passed, seq.span.end)))
-            self._give("state", STATES)
+            self._add_free("window", max(0, seq.blocks - max(passed, seq.span.end)))
+            self._add_free("state", STATES)
         super()._free(event)
 
-    def _give(self, pool: str, slots: int) -> None:
-        """Add free slots to a pool, if there is such a pool."""
+    def _add_free(self, pool: str, slots: int) -> None:
+        """Add free slots to a pool, or take some (below 0), if there is such a pool."""
         if pool in self.free_slots:
             self.free_slots[pool] += slots
 
-    def _store(self, pool: str, span: int) -> None:
-        """Leave a tombstone without what it lacks."""
-        kept, tombstone = self.kept[pool], self.span(span)
-        if tombstone in kept:
-            violated(f"span {span} has its {pool} already")
-        kept.add(tombstone)
-        self._give(pool, -self.slots_of(pool, tombstone))
+    def _gain(self, pool: str, span: TracedSpan) -> None:
+        """Take slots for a span, which is no tombstone of the pool then."""
+        if span in self.kept[pool]:
+            violated(f"span {span.id} has its {pool} already")
+        self.kept[pool].add(span)
+        self._add_free(pool, -self.slots_of(pool, span))
 
     def _lose(self, pool: str, span: TracedSpan) -> None:
-        """Free the slots of a span, which is a tombstone then."""
+        """Free the slots of a span, which is a tombstone of the pool then."""
         if span not in self.kept[pool]:
             violated(f"span {span.id} has no {pool} that it could lose")
         self.kept[pool].remove(span)
-        self._give(pool, self.slots_of(pool, span))
+        self._add_free(pool, self.slots_of(pool, span))
 
-    def _begin(self, span: TracedSpan) -> None:
-        self._begins[self._name(span.keys, span.start)] = span
+    def _add(self, span: TracedSpan) -> None:
+        """Let `match` find a new span, or one that begins elsewhere now."""
+        self._by_first_block[self._name(span.keys, span.start)] = span
 
     def _name(self, keys: list[Any], position: int) -> tuple[Any, int]:
         return keys[position // self.layout.ratio], position
