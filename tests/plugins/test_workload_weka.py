@@ -216,6 +216,7 @@ def test_sessions_are_parsed_when_they_start(tmp_path):
         (session("b", turn(0, [1]), turn(0, [1, -1])), r"field 'requests\[1\]\.hash_ids\[1\]'"),
         (session("b", turn(0, 'a"')), r"field 'requests\[0\]\.hash_ids\[0\]': expected"),
         (session("b", turn(0) | {"hash_ids": 12}), "field .*hash_ids': expected a list"),
+        (session("b", turn(0), turn(0) | {"hash_ids": 5}), "field .*hash_ids': expected a"),
         (session("b", turn(0, [2**32])), r"field 'requests\[0\]\.hash_ids\[0\]': expected"),
         (
             session("b", turn(0, [1, 2, 3])),

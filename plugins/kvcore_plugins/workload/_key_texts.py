@@ -72,7 +72,8 @@ class KeyTexts:
         self._decode = msgspec.json.Decoder(
             list[Annotated[int, msgspec.Meta(ge=0, lt=below)]]
         ).decode
-        # The list read last, without its closing bracket, and its path.
+        # The list read last, with a comma in place of its closing bracket, and its path; b""
+        # if it has no keys.
         self._text = b""
         self._path = array("q")
 
@@ -104,24 +105,18 @@ class KeyTexts:
         Raises:
             MsgspecError: `text` is no list of numbers in range.
         """
-        body, known = text[:-1], self._text
-        shared = len(known)
-        if not known:
-            if not text.startswith(b"["):
-                raise msgspec.ValidationError(text)
-            self._path = array("q")
-        elif not (body.startswith(known) and body[shared : shared + 1] in b","):
-            shared = _common(body, known)
-            if shared == len(body) and known[shared : shared + 1] in b",":
-                return body.count(b",") + 1
+        body, known, shared = text[:-1] + b",", self._text, len(self._text)
+        if known.startswith(body):
+            return body.count(b",")
+        if not body.startswith(known):
             # The first key that differs may begin with the same digits.
-            shared = max(known.rfind(b",", 0, shared), 0)
-            count = known.count(b",", 0, shared) + 1 if shared else 0
-            self._path = self._path[:count]
-        if shared < len(body):
-            new = self._decode(b"[" + text[shared + 1 :])
-            namespace = self._namespace
-            self._path.extend([namespace | key for key in new] if namespace else new)
+            shared = known.rfind(b",", 0, _common(body, known)) + 1
+            self._path = self._path[: known.count(b",", 0, shared)]
+        if not shared:
+            shared, self._path = 1, array("q")
+        new = self._decode(b"[" + text[shared:])
+        namespace = self._namespace
+        self._path.extend([namespace | key for key in new] if namespace else new)
         self._text = body if self._path else b""
         return len(self._path)
 
