@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from kvcore import InputError, ScoreEviction, Span
 from kvcore.units import NS_PER_S
 
-UNITS = ("s", "accesses", "touches")
-DEFAULT_HALF_LIFE = {"s": 300.0, "accesses": 2000.0, "touches": 10.0}
+HALF_LIVES = {"s": 300.0, "accesses": 2000.0, "touches": 10.0}
+"""The default of `half_life`, by unit."""
 
 
 class LFU(ScoreEviction):
@@ -46,8 +46,8 @@ class LFU(ScoreEviction):
         """Store the options; the default of one may depend on another."""
         if unit is None:
             unit = "s" if decay is None else "accesses"
-        elif unit not in UNITS:
-            msg = f"lfu: unit={unit!r} is not known; there are: {', '.join(UNITS)}"
+        elif unit not in HALF_LIVES:
+            msg = f"lfu: unit={unit!r} is not known; there are: {', '.join(HALF_LIVES)}"
             raise InputError(msg)
         if decay is not None:
             if half_life is not None or unit == "s":
@@ -60,7 +60,7 @@ class LFU(ScoreEviction):
                 msg = f"lfu: decay={decay} must be above 0 and at most 1"
                 raise InputError(msg)
         elif half_life is None:
-            half_life = DEFAULT_HALF_LIFE[unit]
+            half_life = HALF_LIVES[unit]
         elif not half_life > 0:
             msg = f"lfu: half_life={half_life} must be above 0 (inf: no decay)"
             raise InputError(msg)
@@ -72,7 +72,7 @@ class LFU(ScoreEviction):
             numerator, denominator = half_life.as_integer_ratio()
             if unit == "s":
                 numerator *= NS_PER_S
-            self._half_life = numerator, denominator
+            self._half_life = numerator, denominator  # of ns, accesses or touches
 
     def on_insert(self, span: Span, now: int) -> None:
         """Store the weight of the first use."""
@@ -108,6 +108,7 @@ class LFU(ScoreEviction):
         return divide(span.data, self._weight(now if self.unit == "s" else accesses))
 
     def _use(self, span: Span, now: int) -> Any:
+        """Return the weight of a use of `span` now; None if it is not stored: none decays."""
         if not self._decays:
             return None
         if self.unit == "touches":
@@ -115,13 +116,14 @@ class LFU(ScoreEviction):
         return self._weight(now if self.unit == "s" else span.last_hit_order)
 
     def _weight(self, moment: int) -> ScaledFloat:
-        """Return the weight of a use at `moment` (ns or admissions): doubled by a half-life."""
+        """Return the weight of a use at `moment`, in ns or admissions; a half-life doubles it."""
         if self.decay is not None:
             return power(1 / self.decay, moment)
         numerator, denominator = self._half_life
         return exp2(moment * denominator, numerator)
 
     def _decay_of_a_touch(self) -> float:
+        """Return the factor by which a use lessens the weight of those before it."""
         if self.decay is not None:
             return self.decay
         numerator, denominator = self._half_life
@@ -152,7 +154,7 @@ ORDER_BITS = 40
 
 @cache
 def _tables() -> tuple[tuple[float, ...], ...]:
-    """Return 2^(i / 2^(TABLE_BITS · n)) for i below 2^TABLE_BITS, for the n-th table."""
+    """Return for n = 1 to `TABLES` 2^(i / 2^(TABLE_BITS · n)), for i below 2^TABLE_BITS."""
     roots = []
     root = 2.0
     for _ in range(FRACTION_BITS):
@@ -160,10 +162,10 @@ def _tables() -> tuple[tuple[float, ...], ...]:
         roots.append(root)
     tables = []
     for index in range(TABLES):
-        row = [1.0]
+        powers = [1.0]
         for factor in reversed(roots[index * TABLE_BITS : (index + 1) * TABLE_BITS]):
-            row += [value * factor for value in row]
-        tables.append(tuple(row))
+            powers += [value * factor for value in powers]  # for the next bit of i
+        tables.append(tuple(powers))
     return tuple(tables)
 
 
