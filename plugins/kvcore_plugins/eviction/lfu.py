@@ -116,7 +116,7 @@ class LFU(ScoreEviction):
         return self._weight(now if self.unit == "s" else span.last_hit_order)
 
     def _weight(self, moment: int) -> ScaledFloat:
-        """Return the weight of a use at `moment`, in ns or admissions; a half-life doubles it."""
+        """Return the weight of a use at `moment` (ns or admissions); half-lives double it."""
         if self.decay is not None:
             return power(1 / self.decay, moment)
         numerator, denominator = self._half_life
