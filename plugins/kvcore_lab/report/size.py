@@ -10,6 +10,7 @@ from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
 from kvcore_cli.report.tables import counted
 
 Row = tuple[str, str, str]
+"""A quantity, its amount in a unit that fits it, and the amount in another or a remark."""
 
 
 def size_sections(document: Mapping[str, Any]) -> list[Section]:
@@ -64,8 +65,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
             yield _bytes(f"- {cache['cache']}", cache["bytes_per_request"])
     yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
     if kv["staged_bytes_per_request"]:
-        what = "and each running request stages"
-        yield _bytes(what, kv["staged_bytes_per_request"])
+        yield _bytes("and each running request stages", kv["staged_bytes_per_request"])
     if "window" in kv:
         yield _bytes(f"K/V of {batch:,} x {kv['window']:,} tokens", kv["window_bytes"])
     model = report["model"]
@@ -94,30 +94,26 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     rate = format_number(decode["tokens_per_second_per_request"])
     total = format_number(decode["tokens_per_second"])
     yield "decode, at most", f"{rate} tokens/s each", f"{total} tokens/s in all"
-    took = format_seconds(prefill["seconds"])
-    yield (
-        "prefill of a request, at least",
-        took,
-        f"{format_number(prefill['flop'] / 1e12)} TFLOP",
-    )
+    work = f"{format_number(prefill['flop'] / 1e12)} TFLOP"
+    yield "prefill of a request, at least", format_seconds(prefill["seconds"]), work
     yield "load of its K/V from the host", format_seconds(prefill["load_seconds"]), ""
 
 
 def _pool_rows(report: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the blocks and the requests that fit: of cache groups, if there are some."""
     fit, batch = report["fit"], report["batch"]
-    blocks, requests, enough = fit["blocks"], fit["requests"], ""
-    what = f"{blocks * report['block_size']:,} tokens"
+    blocks, requests, remark = fit["blocks"], fit["requests"], ""
+    held = f"{blocks * report['block_size']:,} tokens"
     if "grouped_blocks" in fit:
         groups = report["groups"]
         blocks, requests = fit["grouped_blocks"], fit["grouped_requests"]
-        what = f"in {counted(len(groups['groups']), 'cache group')}"
-        enough = f"{groups['blocks_per_request']:,} blocks each"
+        held = f"in {counted(len(groups['groups']), 'cache group')}"
+        remark = f"{groups['blocks_per_request']:,} blocks each"
     if batch > requests:
-        enough = f"the batch of {batch:,} does not"
-    yield "blocks that fit", f"{blocks:,}", what
-    yield "requests that fit", f"{requests:,}", enough
+        remark = f"the batch of {batch:,} does not"
+    yield "blocks that fit", f"{blocks:,}", held
+    yield "requests that fit", f"{requests:,}", remark
 
 
-def _bytes(what: str, count: int) -> Row:
-    return what, format_bytes(count), format_bytes(count, DECIMAL)
+def _bytes(quantity: str, count: int) -> Row:
+    return quantity, format_bytes(count), format_bytes(count, DECIMAL)
