@@ -11,6 +11,7 @@ Ids: TypeAlias = "array[int]"
 """Ids of blocks, in an array of machine integers."""
 
 MOST_BLOCKS = 2**31 - 1
+"""Ids have 4 bytes."""
 
 
 class CountingPool:
@@ -90,14 +91,14 @@ class BlockPool(CountingPool):
         """
         super().allocate(count)
         freed = self._freed
-        stacked = len(freed)
-        if count <= stacked:
-            ids = freed[: stacked - count - 1 if count < stacked else None : -1]
-            del freed[stacked - count :]
+        left = len(freed) - count
+        if left >= 0:
+            ids = freed[: left - 1 if left else None : -1]  # from the last one down
+            del freed[left:]
             return ids
         ids = freed[::-1]
         del freed[:]
-        fresh = count - stacked
+        fresh = -left
         ids.extend(range(self.high_water, self.high_water + fresh))
         self.high_water += fresh
         return ids
