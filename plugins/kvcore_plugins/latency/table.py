@@ -76,14 +76,16 @@ class Table(LatencyModel):
                 f"combination of the values in its columns, {len(grid):,} in all"
             )
             raise InputError(msg)
+        # The times lie in the order of the grid: the last axis runs fastest, and a step along
+        # another one skips its stride.
         self._times = [steps[counts].time for counts in grid]
         sizes = [len(axis) for axis in self._axes]
         self._strides = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        self._beyond = [self._steepest(axis, grid, steps) for axis in range(len(sizes))]
+        self._last_slopes = [self._steepest(axis, grid, steps) for axis in range(len(sizes))]
         self.jumps = self._has_lines()
 
     def _steps(self) -> tuple[list[MeasuredStep], tuple[str, ...]]:
-        """Return the points of the grid, and the names of its columns."""
+        """Return the points of the grid, and the names of its columns; note its source."""
         if (self.path is None) == (self.engine is None):
             msg = "table: give either 'path', a file, or 'engine': vllm, trtllm or sglang"
             raise InputError(msg)
@@ -123,13 +125,13 @@ class Table(LatencyModel):
         axis = self._axes[-1]
         corners, scale, beyond = self._corners(counts)
         if not self.jumps:
-            inner, width, more = self._corners(work.context, len(counts))
+            ends, width, beyond_ends = self._corners(work.context, len(counts))
             time = sum(
                 self._times[index + shift] * weight * share
                 for index, weight in corners
-                for shift, share in inner
+                for shift, share in ends
             )
-            return ((time // (scale * width) + beyond + more, 0),)
+            return ((time // (scale * width) + beyond + beyond_ends, 0),)
         first = sum(self._times[index] * weight for index, weight in corners) // scale + beyond
         lines = [(first, 0)]
         for index, (start, end) in enumerate(pairwise(axis)):
@@ -139,7 +141,7 @@ class Table(LatencyModel):
             )
             span = scale * (end - start)
             lines.append(_bend(lines[-1], start, (2 * rise + span) // (2 * span)))
-        lines.append(_bend(lines[-1], axis[-1], max(ceil(self._beyond[-1]), lines[-1][1])))
+        lines.append(_bend(lines[-1], axis[-1], max(ceil(self._last_slopes[-1]), lines[-1][1])))
         return lines if axis[0] else lines[1:]
 
     def coefficients(self) -> dict[str, Any]:
@@ -149,14 +151,16 @@ class Table(LatencyModel):
     def _corners(
         self, counts: Sequence[int], first: int = 0
     ) -> tuple[list[tuple[int, int]], int, int]:
-        """Return the points around `counts` and their weights, by axes from `first` on.
+        """Return the points around `counts`, of the axes from `first` on, and their weights.
 
-        Also the sum of the weights, and the time that lies beyond the last points.
+        A point is its place in the times. Also the sum of the weights, and the time that lies
+        beyond the last points.
         """
         beyond, scale, corners = 0, 1, [(0, 1)]
-        for index, count in enumerate(counts, first):
-            axis, stride, slope = self._axes[index], self._strides[index], self._beyond[index]
+        for number, count in enumerate(counts, first):
+            axis, stride = self._axes[number], self._strides[number]
             if count >= axis[-1]:
+                slope = self._last_slopes[number]
                 beyond += (count - axis[-1]) * slope.numerator // slope.denominator
                 corners = [
                     (index + stride * (len(axis) - 1), weight) for index, weight in corners
@@ -187,7 +191,7 @@ class Table(LatencyModel):
         if any(row != sorted(row) for row in slopes):
             return False
         for stride, values in zip(self._strides[:-1], self._axes[:-1], strict=True):
-            rows = stride // len(axis)
+            rows = stride // len(axis)  # of slopes, from one value to the next
             for index, row in enumerate(slopes):
                 is_last = index // rows % len(values) == len(values) - 1
                 if not is_last and any(
