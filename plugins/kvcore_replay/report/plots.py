@@ -55,6 +55,7 @@ ROWS, BARS, NAMED = 100, 5000, 40
 BLUE, RED, GREEN, PINK, ORANGE, SKY, _ = COLOURS
 
 BANDS = {"private": BLUE, "cached": SKY, "free": PALE}
+"""The colours of the parts of a pool, from the bottom of a stack to its top."""
 
 PHASES = {
     Kind.DECODE: BLUE,
@@ -103,7 +104,7 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
         above.set_ylim(0, timeline.header["blocks"])
         above.yaxis.set_major_formatter("{x:,.0f}")
         below.set_xlabel(f"time, {unit}")
-        _plain(above, below)
+        _add_grid(above, below)
         if not highest:
             return
         below.set_ylim(0, 1.4 * highest)
@@ -116,7 +117,7 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
                 *corner, peak, color=colour, fontsize=8, va="top", transform=below.transAxes
             )
 
-    return _framed(form, draw, f"Pool of {_requests(timeline)}", _caption(timeline))
+    return _framed(form, draw, f"Pool of {_run_text(timeline)}", _caption(timeline))
 
 
 def hits(timeline: Timeline, form: str) -> bytes:
@@ -134,12 +135,12 @@ def hits(timeline: Timeline, form: str) -> bytes:
         unit, times = _times(series)
         lines = [(series.hit_ratio(), "since the start", BLUE, 2.0)]
         if window < span / 2:
-            name = f"in the last {_time(window)}"
+            name = f"in the last {_time_text(window)}"
             lines.insert(0, (series.hit_ratio(window), name, SKY, 1.0))
         ends: list[tuple[float, float, str, str]] = []
         highest = 0.0
         for ratios, name, colour, width in lines:
-            rows = _even(series, timeline.begin, span)
+            rows = _even_rows(series, timeline.begin, span)
             shares = [100 * ratios[row] for row in rows]
             axes.plot([times[row] for row in rows], shares, color=colour, linewidth=width)
             known = [share for share in shares if not isnan(share)]
@@ -152,9 +153,9 @@ def hits(timeline: Timeline, form: str) -> bytes:
         axes.yaxis.set_major_formatter("{x:g}%")
         axes.set_ylabel(f"of {looked_up:,} blocks looked up that hit")
         axes.set_xlabel(f"time, {unit}")
-        _plain(axes)
+        _add_grid(axes)
 
-    return _framed(form, draw, f"Hits of {_requests(timeline)}", _caption(timeline))
+    return _framed(form, draw, f"Hits of {_run_text(timeline)}", _caption(timeline))
 
 
 def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
@@ -173,7 +174,7 @@ def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
             if percentiles is None:
                 continue
             times, shares = _distribution(histogram)
-            figures = ", ".join(f"{p} {_time(percentiles[p])}" for p in ("p50", "p99"))
+            figures = ", ".join(f"{p} {_time_text(percentiles[p])}" for p in ("p50", "p99"))
             label = f"{name}: {figures} ({counted(histogram.weight, 'block')})"
             line: Any = {"color": colour, "linestyle": dashes, "drawstyle": "steps-post"}
             axes.plot(times, shares, label=label, linewidth=1.6, **line)
@@ -182,12 +183,12 @@ def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
             _empty(axes, "No block was hit, and none was evicted.")
             return
         low, high = min(drawn), max(drawn)
-        _shares(axes)
+        _percent_axis(axes)
         axes.set_ylabel("blocks")
         _time_axis(axes.xaxis, max(low, high / DECADES), high, "time, at most")
         axes.legend(loc="upper left", edgecolor="none", framealpha=0.85, fontsize=8)
         axes.set_ylim(0, 130)
-        _plain(axes)
+        _add_grid(axes)
 
     return _framed(form, draw, "Ages of blocks", setup(header))
 
@@ -209,7 +210,7 @@ def timeline(timeline: Timeline, form: str) -> bytes:
                 "writes it"
             )
         raise InputError(msg)
-    title, size, draw = f"Requests of {_requests(timeline)}", INCHES, _density
+    title, size, draw = f"Requests of {_run_text(timeline)}", INCHES, _density
     if len(requests) <= ROWS and len(phases) <= BARS:
         size, draw = (INCHES[0], min(max(3.0, 1.8 + 0.2 * len(requests)), 14)), _rows
     else:
@@ -257,7 +258,7 @@ def _rows(figure: Figure, timeline: Timeline) -> None:
     axes.set_ylabel("request")
     axes.set_xlabel(f"time, {unit}")
     _legend(axes, axes.get_legend_handles_labels()[0], "lower left")
-    _plain(axes)
+    _add_grid(axes)
 
 
 def _density(figure: Figure, timeline: Timeline) -> None:
@@ -273,7 +274,7 @@ def _density(figure: Figure, timeline: Timeline) -> None:
     names = [kind.name.lower() for kind in present]
     _bands(above, times, layers, names, colours)
     above.set_ylim(0, None)
-    above.set_ylabel(f"requests, mean of {_time(span // BINS)}")
+    above.set_ylabel(f"requests, mean of {_time_text(span // BINS)}")
     requests, phases = timeline.requests, timeline.phases
     waits = [
         (first / factor, (first - came) / NS_PER_S)
@@ -292,7 +293,7 @@ def _density(figure: Figure, timeline: Timeline) -> None:
     title = f"{counted(len(waits), 'first token')}, dots; {losses}"
     below.set_title(title, loc="left", fontsize=8)
     below.set_xlabel(f"time, {unit}")
-    _plain(above, below)
+    _add_grid(above, below)
 
 
 def _means(timeline: Timeline, begin: int, span: int) -> dict[Kind, list[float]]:
@@ -349,17 +350,17 @@ class Latencies:
         requests = timeline.requests
         came, first, done = requests.arrival, requests.first_token, requests.finish
         samples = {
-            "queue": _between(came, requests.admitted),
-            "TTFT": _between(came, first),
+            "queue": _seconds_between(came, requests.admitted),
+            "TTFT": _seconds_between(came, first),
             "TPOT": [
                 (end - begin) / (tokens - 1) / NS_PER_S
                 for begin, end, tokens in zip(first, done, requests.output, strict=True)
                 if end >= 0 and tokens > 1
             ],
-            "E2E": _between(came, done),
+            "E2E": _seconds_between(came, done),
         }
         expected = _limits(timeline.header.get("slo", {}))
-        return cls(samples, {}, expected, _requests(timeline), _caption(timeline))
+        return cls(samples, {}, expected, _run_text(timeline), _caption(timeline))
 
     @classmethod
     def of_result(cls, result: Result | ClusterResult) -> Latencies:
@@ -454,15 +455,15 @@ def latency(latencies: Latencies, form: str) -> bytes:
         grid = figure.subplots(ceil(len(panels) / across), across, squeeze=False, sharey=True)
         for axes, name in zip(grid.flat, panels, strict=False):
             if name in known:
-                _sampled(axes, known[name])
+                _draw_samples(axes, known[name])
                 rest = counted(len(known[name]), "request")
             else:
-                _recorded(axes, latencies.gaps)
+                _draw_percentiles(axes, latencies.gaps)
                 rest = "percentiles as recorded"
             axes.set_title(f"{name}, {rest}", loc="left", fontsize=9)
-            _expected(axes, latencies.expected.get(name))
-            _shares(axes)
-            _plain(axes)
+            _draw_slo(axes, latencies.expected.get(name))
+            _percent_axis(axes)
+            _add_grid(axes)
             axes.tick_params(labelsize=7)
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
@@ -472,7 +473,7 @@ def latency(latencies: Latencies, form: str) -> bytes:
     return _framed(form, draw, f"Latencies of {latencies.title}", latencies.caption)
 
 
-def _sampled(axes: Axes, times: Sequence[float]) -> None:
+def _draw_samples(axes: Axes, times: Sequence[float]) -> None:
     """Draw the distribution of sorted seconds, its median and its 99th percentile."""
     size = len(times)
     ranks = sorted({0, size - 1, *range(0, size, ceil(size / BINS))})
@@ -482,10 +483,10 @@ def _sampled(axes: Axes, times: Sequence[float]) -> None:
     axes.plot(drawn, shares, color=BLUE, drawstyle="steps-post")
     _time_axis(axes.xaxis, low, max(times[-1], low), "", FEW)
     for percent in (50, 99):
-        _percentile(axes, percent, times[max(0, ceil(percent * size / 100) - 1)], low)
+        _mark_percentile(axes, percent, times[max(0, ceil(percent * size / 100) - 1)], low)
 
 
-def _recorded(axes: Axes, known: Mapping[float, float]) -> None:
+def _draw_percentiles(axes: Axes, known: Mapping[float, float]) -> None:
     """Draw the known percentiles of a distribution."""
     percents, times = [*known], [*known.values()]
     low = _lowest(times)
@@ -495,7 +496,7 @@ def _recorded(axes: Axes, known: Mapping[float, float]) -> None:
     _time_axis(axes.xaxis, low / 2, 2 * max(*times, low), "", FEW)
     for percent, time in known.items():
         if percent in (50, 99):
-            _percentile(axes, percent, time, low)
+            _mark_percentile(axes, percent, time, low)
 
 
 def _lowest(times: Sequence[float]) -> float:
@@ -504,7 +505,7 @@ def _lowest(times: Sequence[float]) -> float:
     return max(least, max(times) / DECADES)
 
 
-def _percentile(axes: Axes, percent: float, time: float, low: float) -> None:
+def _mark_percentile(axes: Axes, percent: float, time: float, low: float) -> None:
     """Mark a percentile, and label it with its value on the side that has room."""
     axes.plot([max(time, low)], [percent], "o", color=INK, markersize=4)
     start, end = axes.get_xlim()
@@ -520,7 +521,7 @@ def _percentile(axes: Axes, percent: float, time: float, low: float) -> None:
     )
 
 
-def _expected(axes: Axes, limit: float | None) -> None:
+def _draw_slo(axes: Axes, limit: float | None) -> None:
     """Draw the SLO if it is near the curve; otherwise write its value."""
     if limit is None:
         return
@@ -554,7 +555,7 @@ def _framed(
     return picture(form, fill_in, inches)
 
 
-def _requests(timeline: Timeline) -> str:
+def _run_text(timeline: Timeline) -> str:
     """Return the workload and the number of requests of a timeline, as text."""
     workload = timeline.header.get("workload") or {}
     rejected = len(timeline.requests.rejected)
@@ -582,7 +583,8 @@ def _times(series: Series) -> tuple[str, list[float]]:
     return unit, [time / factor for time in series.time]
 
 
-def _time(time: int) -> str:
+def _time_text(time: int) -> str:
+    """Return `time` ns as text, with its unit."""
     return format_seconds(time / NS_PER_S)
 
 
@@ -592,14 +594,14 @@ def _round_time(time: int) -> int:
     return next(size for size in (power, 2 * power, 5 * power, 10 * power) if size >= time)
 
 
-def _even(series: Series, begin: int, span: int) -> list[int]:
+def _even_rows(series: Series, begin: int, span: int) -> list[int]:
     """Return the rows of a series at about `POINTS` even times, without repetitions."""
     times = (begin + span * part // POINTS for part in range(POINTS + 1))
     rows = (min(bisect_left(series.time, time), len(series) - 1) for time in times)
     return list(dict.fromkeys(rows))
 
 
-def _between(begin: Iterable[int], end: Iterable[int]) -> list[float]:
+def _seconds_between(begin: Iterable[int], end: Iterable[int]) -> list[float]:
     """Return the seconds from `begin` to `end`, without those that have no end."""
     return [(b - a) / NS_PER_S for a, b in zip(begin, end, strict=True) if b >= 0]
 
@@ -647,7 +649,7 @@ def _bands(
     colours: Sequence[str],
 ) -> None:
     """Draw layers on top of one another; the names of thin layers are in a legend."""
-    if times[-1] == times[0]:
+    if times[-1] == times[0]:  # a moment has no width
         times, layers = [times[0], times[0] + 1], [[layer[-1]] * 2 for layer in layers]
     bottom = [0.0] * len(times)
     height = max(map(sum, zip(*layers, strict=True)), default=0) or 1
@@ -676,22 +678,23 @@ def _legend(axes: Axes, handles: Sequence[Any], loc: Any) -> None:
 
 
 def _widest(times: Sequence[float], layer: Sequence[float]) -> tuple[float, float]:
-    """Return the middle of the tenth of all times with the thickest layer, and its height."""
+    """Return the middle of the tenth of all times with the thickest layer, and how thick."""
     step = (times[-1] - times[0]) / PLACES
     xs = [times[0] + step * index for index in range(PLACES + 1)]
     parts = [layer[_row_at(times, x)] for x in xs]
-    half = PLACES // 20
+    half = PLACES // 20  # of a tenth
     middles = range(half, PLACES - half + 1)
-    least = {index: min(parts[index - half : index + half + 1]) for index in middles}
-    best = max(least, key=least.__getitem__)
-    return xs[best], least[best]
+    heights = {index: min(parts[index - half : index + half + 1]) for index in middles}
+    best = max(heights, key=heights.__getitem__)
+    return xs[best], heights[best]
 
 
 def _row_at(times: Sequence[float], time: float) -> int:
+    """Return the row that holds at `time`: the last one that is not after it."""
     return max(bisect_right(times, time) - 1, 0)
 
 
-def _shares(axes: Axes) -> None:
+def _percent_axis(axes: Axes) -> None:
     axes.set_ylim(0, 104)
     axes.set_yticks([0, 25, 50, 75, 99], ["0", "25%", "50%", "75%", "99%"])
 
@@ -720,7 +723,7 @@ def _empty(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 
 
-def _plain(*panels: Axes) -> None:
+def _add_grid(*panels: Axes) -> None:
     for axes in panels:
         axes.grid()
         axes.tick_params(labelsize=8)
