@@ -101,9 +101,10 @@ class KVCache:
         InputError: sizes that do not fit one another, or a policy already in use.
     """
 
+    # As `ServedCache` says.
     grouped: ClassVar[bool] = False
     checkpoint: ClassVar[None] = None
-    allocator: Any = None  # as `ServedCache` says
+    allocator: Any = None
 
     def __init__(
         self,
@@ -618,8 +619,9 @@ class KVCache:
         if length is not None:
             self.settle(seq, length)
         if seq.family is not None:
-            self.commit(seq, 0, now)  # what has waited for a fork that has left, or copied it
-        if seq.family is not None:  # none, if that has compacted it
+            # Share the blocks that waited for a fork, which has left or copied them since.
+            self.commit(seq, 0, now)
+        if seq.family is not None:  # it has none if the commit has compacted it
             seq.family.remove(seq)
         seq.is_open = False
         del self.sequences[seq.id]
