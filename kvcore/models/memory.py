@@ -140,7 +140,7 @@ class Deployment(Record):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block on all devices together, K/V of drafts included."""
+        """Bytes of a block on all devices together, with K/V of drafts: groups have none."""
         token_bytes = self.layout.token_bytes(self.devices) + self.drafting.token_bytes
         return self.group_block_bytes or ceil(self.layout.block_size * token_bytes)
 
