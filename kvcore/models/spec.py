@@ -244,7 +244,7 @@ class ModelSpec(Record):
     def with_weights(self, dtype: str) -> ModelSpec:
         """Return the model with all its weights in `dtype`.
 
-        In nvfp4 those of its experts, if any, and the others in bf16: so checkpoints are.
+        Of a mixture in nvfp4 those of experts alone, the others in bf16: as in checkpoints.
         """
         shared = "bf16" if dtype == "nvfp4" and self.experts else dtype
         return attrs.evolve(
