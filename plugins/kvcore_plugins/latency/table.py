@@ -142,7 +142,7 @@ class Table(LatencyModel):
             span = scale * (end - start)
             lines.append(_bend(lines[-1], start, (2 * rise + span) // (2 * span)))
         lines.append(_bend(lines[-1], axis[-1], max(ceil(self._last_slopes[-1]), lines[-1][1])))
-        return lines if axis[0] else lines[1:]
+        return lines if axis[0] else lines[1:]  # nothing comes before a context of 0
 
     def coefficients(self) -> dict[str, Any]:
         """Return the digest of the file, or the source; and the values of each column."""
