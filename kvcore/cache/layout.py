@@ -41,7 +41,12 @@ class BlockLayout:
 
     With `ratio` = blocks per key, the key of block j is `keys[j // ratio]`. When a block
     is m keys (`tokens` accounting only) its key is that of its last part,
-    `keys[(j + 1) * m - 1]`, and `ratio` is 1.
+    `keys[(j + 1) * m - 1]`, and `ratio` is 1::
+
+        keys      |   a   |   b   |        | a | b | c | d |
+        blocks    | 0 | 1 | 2 | 3 |        |   0   |   1   |
+        by key      a   a   b   b              b       d
+                     ratio = 2                   m = 2
 
     * `keys`: every key is a unit of `ratio` blocks, lengths are ignored, and a full match
       is a full hit.
