@@ -101,11 +101,8 @@ class Job:
         self.data: Any = None
         self.admitted: int | None = None
         self.first_token: int | None = None
-        self.hit = 0
-        self.loaded = 0
-        self.pauses = 0
-        self.recomputes = 0
-        self.swaps = 0
+        self.hit = self.loaded = 0
+        self.pauses = self.recomputes = self.swaps = 0
         self.last_token_ps = 0
         self.output_tokens = request.output_tokens
         self.named_keys: tuple[Key, ...] = ()
