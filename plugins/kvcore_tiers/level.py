@@ -1,4 +1,8 @@
-"""One tier in a run: its slots and their content, its link, and its transfers."""
+"""One tier in a run: its slots and their content, its link, and its transfers.
+
+A `Level` is a `TierLevel`, slots behind a link, and an `Upper`: it hands what leaves it to the
+level below, as the pool does. A `Part` is what a load takes from it; a `Mover` moves the bytes.
+"""
 
 from __future__ import annotations
 
