@@ -253,4 +253,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python docs/render_schemas.py FOLDER")
     main(Path(sys.argv[1]))
