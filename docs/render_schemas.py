@@ -253,6 +253,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    folder, *others = sys.argv[1:] or ["--help"]
+    if others or folder.startswith("-"):
         sys.exit("usage: python docs/render_schemas.py FOLDER")
-    main(Path(sys.argv[1]))
+    main(Path(folder))
