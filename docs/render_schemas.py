@@ -253,4 +253,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder, *others = sys.argv[1:] or ["--help"]
+    if others or folder.startswith("-"):
+        sys.exit("usage: python docs/render_schemas.py FOLDER")
+    main(Path(folder))

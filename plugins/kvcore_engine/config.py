@@ -145,6 +145,9 @@ class EngineParts(RunParts):
     def _source(self) -> Workload:
         """Return the prompts, or the first requests of the workload, with lengths divided."""
         size = BLOCK_SIZE if self.config.block_size is None else self.config.block_size
+        if type(size) is not int or size < 1:
+            msg = f"block_size: {size!r} is not a whole number above 0"
+            raise InputError(msg)
         self.texts: list[TextRequest] = [
             self._text(index, text, size) for index, text in enumerate(self._prompts)
         ]

@@ -396,6 +396,12 @@ def test_invalid_arguments_are_refused(given, message):
         run([text("a")], **parts(**given))
 
 
+def test_a_block_size_of_no_token_is_refused():
+    """A run whose blocks would be empty is refused before its keys are divided by them."""
+    with pytest.raises(InputError, match="block_size: 0 is not a whole number above 0"):
+        run("zipf:requests=2", block_size=0)
+
+
 def test_a_latent_is_refused():
     """A model that stores a latent is refused, since its K/V has no heads."""
 
