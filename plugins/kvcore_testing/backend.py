@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import pairwise
-from math import inf, nan, sqrt
+from math import nan
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -166,7 +166,7 @@ class BackendTests(PluginTests[Backend]):
         """`read` returns exactly the stored numbers of each layer."""
         batch = self.batch(2, dtype, together=together)
         batch.stored()
-        assert all(batch.holds(sequence, table) for sequence, table in enumerate(batch.tables))
+        assert batch.is_stored()
 
     @_adjacent
     @_dtypes
@@ -281,12 +281,7 @@ class BackendTests(PluginTests[Backend]):
         ):
             for head, order in enumerate(turn):
                 assert part[:, head].equal(stored[1][0][order, head].double())
-        assert all(
-            part.equal(stored[0][0].double())
-            for part, stored in zip(
-                batch.read(0, table, 50), (batch.keys, batch.values), strict=True
-            )
-        )
+        assert batch.is_stored([0]), "tokens of another layer have moved"
 
     @_together
     def test_copies_blocks(self, together: bool) -> None:  # noqa: FBT001
@@ -298,7 +293,7 @@ class BackendTests(PluginTests[Backend]):
         batch.backend.copy_blocks(zip(table, targets, strict=True))
         batch.backend.copy_blocks([])
         batch.backend.fill(nan, table)
-        assert batch.holds(0, targets)
+        assert attrs.evolve(batch, tables=[targets]).is_stored()
 
     @_together
     def test_moves_blocks(
@@ -323,8 +318,8 @@ class BackendTests(PluginTests[Backend]):
         to = {block: block if block in stay else free.pop() for block in moved}
         batch.backend.move_blocks([pair for pair in to.items() if pair[0] not in stay])
         batch.backend.move_blocks([])
-        for sequence, table in enumerate(batch.tables):
-            assert batch.holds(sequence, [to[block] for block in table])
+        tables = [[to[block] for block in table] for table in batch.tables]
+        assert attrs.evolve(batch, tables=tables).is_stored()
 
     def test_refuses_moves_to_one_place(self) -> None:
         """Two moves that share a source or a target are refused, and change nothing."""
@@ -334,7 +329,7 @@ class BackendTests(PluginTests[Backend]):
         for pairs in ([(first, third), (second, third)], [(third, first), (third, second)]):
             with pytest.raises(InputError, match="share a source or a target"):
                 batch.backend.move_blocks(pairs)
-        assert batch.holds(0, batch.tables[0])
+        assert batch.is_stored()
 
     @_together
     @_dtypes
@@ -348,8 +343,7 @@ class BackendTests(PluginTests[Backend]):
         batch.backend.fill(nan, table)
         targets = batch.spare[: len(table)]
         batch.backend.swap_in(host, targets)
-        assert batch.holds(0, targets)
-        assert batch.holds(1, other)
+        assert attrs.evolve(batch, tables=[targets, other]).is_stored()
 
     @_together
     @_dtypes
@@ -372,8 +366,7 @@ class BackendTests(PluginTests[Backend]):
         kept, targets = bytes(buffer), batch.spare[: len(table)]
         backend.write_blocks(targets, buffer)
         buffer.cast("B")[:] = bytes(buffer.nbytes)
-        assert batch.holds(0, targets)
-        assert batch.holds(1, other)
+        assert attrs.evolve(batch, tables=[targets, other]).is_stored()
         backend.read_blocks(targets[1:], buffer[1:])
         size = batch.layout.bytes_per_block
         assert bytes(buffer)[size:] == kept[size:]
@@ -623,9 +616,18 @@ class RandomBatch:
         return self.numbers(self.backend.attend(layer, plan, stored_queries, **options))
 
     def compare(
-        self, plan: Any, begins: Sequence[int], counts: Sequence[int], **options: Any
+        self,
+        plan: Any,
+        begins: Sequence[int],
+        counts: Sequence[int],
+        positions: Sequence[Tensor] | None = None,
+        **options: Any,
     ) -> None:
-        """Compare the attention of a plan, in all layers, with that in fp64."""
+        """Compare the attention of a plan, in all layers, with that in fp64.
+
+        `positions` are those of the tokens of each sequence, `[layers, K/V heads, tokens]`;
+        None: 0, 1, 2 and so on.
+        """
         from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
 
         exact = dict(options)
@@ -638,6 +640,8 @@ class RandomBatch:
                     part[layer][sequence][: begin + count].double()
                     for part in (self.queries, self.keys, self.values)
                 )
+                if positions is not None:
+                    exact["positions"] = positions[sequence][layer]
                 expected.append(attention(queries[begin:], keys, values, **exact))
             computed = self.attend(layer, plan, begins, counts, **options)
             torch.testing.assert_close(
@@ -700,40 +704,25 @@ class RandomBatch:
             plan = self.backend.plan(batch)
         except InputError as error:
             pytest.skip(str(error))
-        for layer in range(LAYERS):
-            expected = []
-            for sequence, own in enumerate(positions):
-                queries, keys, values = (
-                    part[layer][sequence].double()
-                    for part in (self.queries, self.keys, self.values)
-                )
-                group = queries.shape[1] // keys.shape[1]
-                old = held_positions[sequence][layer % len(held_positions[sequence])].expand(
-                    keys.shape[1], -1
-                )
-                positions_held = torch.cat((old, own.expand(len(old), -1)), 1)[:, None]
-                here = own[:, None]
-                seen = (positions_held <= here) & (
-                    (positions_held > here - window) | (positions_held < sinks)
-                )
-                scores = torch.einsum(
-                    "qhd,khd->hqk",
-                    queries[-len(own) :],
-                    keys.repeat_interleave(group, 1),
-                ) / sqrt(keys.shape[2])
-                weights = scores.masked_fill(~seen.repeat_interleave(group, 0), -inf).softmax(2)
-                shared = values.repeat_interleave(group, 1)
-                expected.append(torch.einsum("hqk,khd->qhd", weights, shared))
-            computed = self.attend(layer, plan, window=window, sinks=sinks)
-            torch.testing.assert_close(
-                computed, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
-            )
+        of_all = LAYERS, self.layout.kv_heads, -1
+        both = [
+            torch.cat((old.expand(of_all), own.expand(of_all)), 2)
+            for old, own in zip(held_positions, positions, strict=True)
+        ]
+        self.compare(plan, self.contexts, self.lengths, both, window=window, sinks=sinks)
 
-    def holds(self, number: int, table: Sequence[int]) -> bool:
-        """Return True if the blocks hold exactly the K/V of a sequence, in all layers."""
+    def is_stored(
+        self, layers: Sequence[int] = range(LAYERS), numbers: Sequence[int] | None = None
+    ) -> bool:
+        """Return True if the tables hold exactly the K/V of sequences, in these layers.
+
+        `numbers` are those of the sequences; None: of all.
+        """
         return all(
             read.equal(stored[layer][number].double())
-            for layer in range(LAYERS)
+            for layer in layers
+            for number, table in enumerate(self.tables)
+            if numbers is None or number in numbers
             for read, stored in zip(
                 self.read(layer, table, self.tokens(number)),
                 (self.keys, self.values),

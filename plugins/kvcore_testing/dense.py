@@ -140,22 +140,26 @@ def attention(
     window: int | None = None,
     sinks: int = 0,
     sink_logits: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention of the last tokens of a sequence, computed in fp64.
 
     `softmax(scale · q · kᵀ) · v` for each head, over `[tokens, heads, width]`; shapes and
-    options are those of `Backend.attend`. O(queries · keys) memory.
+    options are those of `Backend.attend`. `positions` are those of the keys, `[K/V heads,
+    keys]`; None: 0, 1, 2 and so on. O(queries · keys) memory.
     """
     group = queries.shape[1] // keys.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("qhd,khd->hqk", queries.double(), k) * scale
-    positions = torch.arange(len(keys))
-    here = positions[len(keys) - len(queries) :, None]
-    seen = positions <= here
+    if positions is None:
+        positions = torch.arange(len(keys))[None]
+    here, there = positions[:, len(keys) - len(queries) :, None], positions[:, None]
+    seen = there <= here
     if window is not None:
-        seen &= (positions > here - window) | (positions < sinks)
-    scores = scores.masked_fill(~seen, float("-inf"))
+        seen &= (there > here - window) | (there < sinks)
+    shared = len(scores) // len(seen)  # by as many query heads
+    scores = scores.masked_fill(~seen.repeat_interleave(shared, 0), float("-inf"))
     if sink_logits is not None:
         column = sink_logits.double()[:, None, None].expand(*scores.shape[:2], 1)
         scores = torch.cat((scores, column), dim=-1)
