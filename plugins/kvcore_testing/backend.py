@@ -18,6 +18,7 @@ from kvcore.lazy import LazyModule
 from kvcore.models.codec import TENSOR_DTYPES
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
+from kvcore_testing.dense import attention, torch_dtype
 from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
@@ -389,14 +390,12 @@ class BackendTests(PluginTests[Backend]):
 
     def test_tensors(self) -> None:
         """Integers stay integers, other numbers get the given dtype, or the layout's."""
-        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
-
         last = self.dtypes[-1]  # the coarsest of all dtypes, which rounds integers
         backend = self.batch(0, last).backend
         assert self.numbers(backend.tensor([[1, 2**40 + 1]])).tolist() == [[1, 2**40 + 1]]
         exact = torch.tensor([0.1, 0.2], dtype=torch.float64)
         for dtype, given in ((last, None), *zip(self.dtypes, self.dtypes, strict=True)):
-            rounded = exact.to(TORCH_DTYPES[dtype]).tolist()
+            rounded = exact.to(torch_dtype(dtype)).tolist()
             assert self.numbers(backend.tensor([0.1, 0.2], given)).tolist() == rounded
             again = backend.tensor(backend.tensor([0.5, 3.0]), given)
             assert self.numbers(again).tolist() == [0.5, 3.0]
@@ -513,8 +512,6 @@ class RandomBatch:
         share a K/V head (`group`), and fields of the layout (`fixed`). The pool has `room`
         spare blocks. `shuffle` changes the block tables, and nothing else.
         """
-        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
-
         random = Random(seed)  # noqa: S311
         sizes = random_layout(random, **fixed)
         group = group or random.choice([1, 2, 4])
@@ -537,7 +534,7 @@ class RandomBatch:
                 for _ in range(LAYERS)
                 for tokens in total
             ]
-            rounded = [row.to(TORCH_DTYPES[layout.dtype]) for row in rows]
+            rounded = [row.to(torch_dtype(layout.dtype)) for row in rows]
             return [rounded[: len(total)], rounded[len(total) :]]
 
         return cls(
@@ -628,8 +625,6 @@ class RandomBatch:
         `positions` are those of the tokens of each sequence, `[layers, K/V heads, tokens]`;
         None: 0, 1, 2 and so on.
         """
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
-
         exact = dict(options)
         if "sink_logits" in exact:
             exact["sink_logits"] = self.numbers(exact["sink_logits"])
@@ -650,8 +645,6 @@ class RandomBatch:
 
     def check_weighed(self, **options: Any) -> None:
         """Compare the attention and its summed weights, in all layers, with those in fp64."""
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
-
         plan = self.stored()
         close: Any = {"atol": 8 * self.tolerance, "rtol": 8 * self.tolerance}
         for layer in range(LAYERS):

@@ -15,6 +15,7 @@ from kvcore.lazy import LazyModule
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
 from kvcore_testing.backend import LAYERS, RandomBatch
+from kvcore_testing.dense import attention, torch_dtype
 from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
@@ -80,14 +81,12 @@ class CodecTests(PluginTests[Codec]):
     @_dtypes
     def test_round_trip(self, part: Part, dtype: str) -> None:
         """Decoded numbers are within the bound: small, large, with offset or outlier."""
-        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
-
         codec = self.make()
         normal = _rows(self.block_size, self.width)
         spiked = normal.clone()
         spiked[:, :, 3] *= 20  # as keys have it
         for rows in (normal, normal / 100, normal * 50, normal + 10, spiked):
-            rows_given = rows.to(TORCH_DTYPES[dtype])
+            rows_given = rows.to(torch_dtype(dtype))
             before = rows_given.clone()
             decoded = codec.decode(part, codec.encode(part, rows_given))
             assert decoded.is_floating_point()
@@ -182,8 +181,6 @@ class CodecTests(PluginTests[Codec]):
         weights of a softmax then change by a total variation of at most tanh(d / 2), and its
         output by that share of the range of the values, and by the error of a value.
         """
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
-
         batch = self._ragged(seed)
         plan = batch.stored()
         for layer in range(LAYERS):

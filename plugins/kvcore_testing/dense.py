@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Unpack, cast
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import attrs
-import torch
-from torch import Tensor
 
 from kvcore.engine import (
     Attend,
@@ -18,7 +16,20 @@ from kvcore.engine import (
     RaggedBatch,
     Rotation,
 )
-from kvcore_plugins.codec.dtypes import TORCH_DTYPES
+from kvcore.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch", globals())
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+
+    return TORCH_DTYPES[name]
 
 
 @attrs.frozen
@@ -40,7 +51,7 @@ class HostTensors:
         tensor = torch.as_tensor(data)
         if dtype is None and not tensor.is_floating_point():
             return tensor
-        return torch.as_tensor(data, dtype=TORCH_DTYPES[dtype or self.dtype])
+        return torch.as_tensor(data, dtype=torch_dtype(dtype or self.dtype))
 
 
 def loaded(generator: Generator, dtype: str = "fp64") -> Generator:
@@ -180,11 +191,16 @@ def advance(
 
 
 def generate(
-    generator: Generator, texts: Sequence[Text], output: int, chunk: int | None = None
+    generator: Generator,
+    texts: Sequence[Text],
+    output: int,
+    chunk: int | None = None,
+    watch: Callable[[Attend, list[int]], Attend] | None = None,
 ) -> list[list[int]]:
     """Generate until each text has `output` tokens, in one batch; return these tokens.
 
-    The K/V of all texts are computed again, at most `chunk` tokens a step; None: whole.
+    The K/V of all texts are computed again, at most `chunk` tokens a step; None: whole. Given
+    the `Attend` of a step and the text of each row, `watch` returns the one to call.
     """
     cache = DenseCache()
     for text in texts:
@@ -192,5 +208,9 @@ def generate(
     while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
         batch = [texts[i] for i in running]
         counts = [min(text.left, chunk or text.left) for text in batch]
-        advance(generator, batch, counts, cache.attend(running, counts))
+        attend = cache.attend(running, counts)
+        if watch is not None:
+            rows = [i for i, n in zip(running, counts, strict=True) for _ in range(n)]
+            attend = watch(attend, rows)
+        advance(generator, batch, counts, attend)
     return [text.tokens[text.prompt :] for text in texts]
