@@ -134,8 +134,7 @@ class BackendTests(PluginTests[Backend]):
         for begin, end in pairwise([0, *cuts, tokens]):
             plan = batch.store([begin], [end - begin])
             parts.append(batch.attend(0, plan, [begin], [end - begin]))
-        close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
-        torch.testing.assert_close(torch.cat(parts), at_once, **close)
+        batch.near(torch.cat(parts), at_once)
 
     def test_a_reused_block_leaks_nothing(self, seed: int) -> None:
         """The earlier content of a reused block is not read."""
@@ -177,8 +176,7 @@ class BackendTests(PluginTests[Backend]):
         for layer, exact in enumerate(self._store_rotated(batch, adjacent=adjacent)):
             for sequence, table in enumerate(batch.tables):
                 keys, values = batch.read(layer, table, batch.tokens(sequence))
-                close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
-                torch.testing.assert_close(keys, exact[sequence], **close)
+                batch.near(keys, exact[sequence])
                 assert values.equal(batch.values[layer][sequence].double())
 
     @pytest.mark.parametrize("codec", ["fp8-e4m3", "int8", "int4"])
@@ -638,15 +636,11 @@ class RandomBatch:
                 if positions is not None:
                     exact["positions"] = positions[sequence][layer]
                 expected.append(attention(queries[begin:], keys, values, **exact))
-            computed = self.attend(layer, plan, begins, counts, **options)
-            torch.testing.assert_close(
-                computed, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
-            )
+            self.near(self.attend(layer, plan, begins, counts, **options), torch.cat(expected))
 
     def check_weighed(self, **options: Any) -> None:
         """Compare the attention and its summed weights, in all layers, with those in fp64."""
         plan = self.stored()
-        close: Any = {"atol": 8 * self.tolerance, "rtol": 8 * self.tolerance}
         for layer in range(LAYERS):
             new = [rows[n:] for rows, n in zip(self.queries[layer], self.contexts, strict=True)]
             stored_queries = self.backend.tensor(torch.cat(new), self.layout.dtype)
@@ -655,7 +649,7 @@ class RandomBatch:
             except InputError as error:
                 pytest.skip(str(error))
             expected = self.attend(layer, plan, **options)
-            torch.testing.assert_close(self.numbers(out), expected, **close)
+            self.near(self.numbers(out), expected, 8)
             for queries, keys, sums_of_sequence in zip(
                 new, self.keys[layer], sums, strict=True
             ):
@@ -664,7 +658,12 @@ class RandomBatch:
                 apart = torch.eye(tokens).double()[:, None].expand(-1, heads, -1)
                 weights = attention(queries.double(), keys, apart, **options)
                 summed = weights.reshape(len(queries), heads, -1, tokens).sum((0, 2))
-                torch.testing.assert_close(self.numbers(sums_of_sequence), summed, **close)
+                self.near(self.numbers(sums_of_sequence), summed, 8)
+
+    def near(self, computed: Tensor, expected: Tensor, times: int = 1) -> None:
+        """Check that numbers differ by no more than so many times the tolerance."""
+        most = times * self.tolerance
+        torch.testing.assert_close(computed, expected, atol=most, rtol=most)
 
     def check_by_position(self, seed: int, *, window: int, sinks: int, alike: bool) -> None:
         """Compare attention within a window where tokens have random positions, in no order.
