@@ -329,25 +329,6 @@ def test_the_first_fork_gives_ids_to_a_cache_without_ids():
     cache.check_integrity()
 
 
-def test_a_cache_without_ids_decides_the_same_around_a_fork():
-    """Caches with and without block ids decide the same before and after a fork."""
-    seen = []
-    for ids in (True, False):
-        cache = make(7, ids=ids)
-        serve(cache, "abcd", "xy")
-        seq = start(cache, "abm", 3 * BLOCK)
-        child = cache.fork(seq)
-        generate(cache, child, 5)
-        generate(cache, seq, 2)
-        cache.close(seq)
-        serve(cache, "lm")
-        cache.close(child)
-        seen.append(
-            (pins(cache), cache.pool.free_blocks, cache.tree.evicted_blocks, cache.stats)
-        )
-    assert seen[0] == seen[1]
-
-
 def test_fork_without_a_prefix_cache():
     """Without a prefix cache siblings share private blocks, with copy-on-write."""
     cache = make(12, prefix=NoPrefix(), ids=False)

@@ -56,15 +56,6 @@ def test_a_match_goes_down_several_spans():
     assert pins(cache) == {"|ab": 1, "ab|c": 1, "abc|d": 1, "abcd|ef": 1, "abc|x": 0}
 
 
-def test_probe_is_pure(snapshot):
-    """`probe` returns the hit and changes nothing."""
-    cache = make(4)
-    serve(cache, "abc", "x")
-    before = snapshot(cache)
-    assert cache.probe(ask("abxy"), now=99) == 2
-    assert snapshot(cache) == before
-
-
 def test_a_hit_is_an_access():
     """A hit changes the statistics of the spans that it hits, and of no other."""
     cache = make()

@@ -48,17 +48,6 @@ def test_the_hooks_of_a_policy_report_every_change(seed, prefix):
         assert ledger.pinned & set(spans) == {span for span in spans if span.ref_count}
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_pool_without_ids_decides_as_one_with_ids(seed, any_prefix):
-    """A pool without block ids gives the same hits and evictions as one with ids."""
-    steps = random_steps(seed, 80, TRAFFIC)
-    runs = [
-        Driver(make(14, prefix=type(any_prefix)(), key_tokens=2 * BLOCK, ids=ids)).run(steps)
-        for ids in (True, False)
-    ]
-    assert runs[0] == runs[1]
-
-
 def test_spans_of_one_block_are_stored_up_to_the_last():
     """With spans of one block, all blocks that are computed at once are cached."""
     cache = make(prefix=Hashed(spans="block"))

@@ -89,12 +89,6 @@ def test_llama_3_70b_at_its_longest():
     assert layout("llama-3-70b").request_bytes(131_072) == 40 * GIB
 
 
-def test_sharing_heads_saves_their_ratio():
-    """8 K/V heads instead of 64 take an eighth of the bytes."""
-    shared, full = layout("llama-2-70b"), layout("llama-2-70b-mha")
-    assert full.bytes_per_token == 8 * shared.bytes_per_token
-
-
 def test_a_sliding_window_stops_growth():
     """A request of Mistral 7B v0.1 stays at 512 MiB beyond its window of 4,096 tokens."""
     mistral = layout("mistral-7b-v0.1")

@@ -5,7 +5,7 @@ from copy import copy
 import attrs
 import pytest
 from helpers.schedulers import scheduler_of
-from helpers.serving import BLOCK, STEP, Bent, Even, ask, batching_of, serve
+from helpers.serving import STEP, Bent, Even, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, Request
 from kvcore.request import Hints
@@ -267,22 +267,6 @@ def test_a_waiting_request_gets_the_blocks_of_a_pin_whose_time_ends(jumps):
     ]
     rows = serve(requests, blocks=12, jumps=jumps, trace=False).rows
     assert rows["c"]["admitted"] == 160
-
-
-def test_blocks_with_ids_are_served_as_those_that_are_counted():
-    """Without a trace a server decides the same whether blocks have ids or are counted."""
-
-    def served(ids):
-        cache = KVCache(12, BLOCK, accounting="tokens", key_tokens=BLOCK, ids=ids)
-        requests = [ask(n, 7 * n, BLOCK * n + 1, 9, keys=range(n)) for n in range(6)]
-        batching = batching_of(watermark=0)
-        log = simulate(requests, cache=cache, latency=Even(), batching=batching).log
-        cache.check_integrity()
-        return {name: list(column) for name, column in log.columns().items()}
-
-    counted = served(ids=False)
-    assert sum(counted["recomputes"]) > 0
-    assert served(ids=True) == counted
 
 
 def test_keys_of_another_length_are_refused():
