@@ -75,34 +75,6 @@ def test_the_writer_gets_the_copy(cache):
     cache.check_integrity()
 
 
-def test_the_last_owner_writes_in_place(cache):
-    """The last owner of a block writes into it without a copy."""
-    seq = start(cache, "ab", BLOCK + HALF)
-    child, third = cache.fork(seq), cache.fork(seq)
-    cache.extend(child, 1)
-    cache.close(third)
-    free = cache.pool.free_blocks
-    cache.extend(seq, 1)
-    assert (table(cache, seq), cache.pool.free_blocks) == ([0, 1], free)
-
-
-def test_a_full_tail_is_not_copied(cache):
-    """An extension after a full shared block copies nothing."""
-    seq = generate(cache, start(cache, "a"), BLOCK)
-    child = cache.fork(seq)
-    cache.extend(child, 1)
-    assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 1, 2])
-    cache.check_integrity()
-
-
-def test_extending_by_nothing_copies_nothing(cache):
-    """An extension by 0 tokens copies nothing."""
-    seq = start(cache, "ab", BLOCK + HALF)
-    child = cache.fork(seq)
-    cache.extend(child, 0)
-    assert table(cache, child) == [0, 1]
-
-
 def test_the_copy_counts_as_a_block_needed(snapshot):
     """The copy of a shared block counts as a block that the extension needs."""
     cache = make(3)
@@ -302,16 +274,6 @@ def test_fork_in_the_middle_of_a_prompt(cache):
         "|a": 2,
         "a|bc": 2,
     }
-
-
-def test_siblings_diverge_after_a_rollback(cache):
-    """A shared block that a sibling has rolled back into is copied when it writes there."""
-    seq = generate(cache, start(cache, "a"), 2 * BLOCK)
-    child = cache.fork(seq)
-    cache.rollback(child, BLOCK + 1)
-    cache.extend(child, 2)
-    assert (table(cache, seq), table(cache, child)) == ([0, 1, 2], [0, 3, 4])
-    cache.check_integrity()
 
 
 def test_the_first_fork_gives_ids_to_a_cache_without_ids():

@@ -5,10 +5,9 @@ from copy import copy
 import attrs
 import pytest
 from helpers.schedulers import scheduler_of
-from helpers.serving import STEP, Bent, Even, ask, serve
+from helpers.serving import Bent, Even, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, Request
-from kvcore.request import Hints
 from kvcore.serving import simulate
 from kvcore.serving.stats import PENDING_EVENTS
 from kvcore_plugins.eviction import LRU
@@ -33,62 +32,6 @@ def test_a_request_from_arrival_to_finish():
         "23 ALLOC a",
         "43 FINISH a",
         "43 FREE a",
-    ]
-
-
-def test_a_long_prompt_takes_several_steps():
-    """A prompt is computed in chunks of `max_tokens`; the last chunk gives the first token."""
-    run = serve([ask("a", prompt=9, output=2)], max_tokens=4, max_seqs=1)
-    assert run.timeline(*TOKENS) == [f"{3 * STEP} FIRST_TOKEN a", f"{4 * STEP} FINISH a"]
-
-
-def test_mixed_steps_combine_decoding_and_prefill():
-    """In mixed steps decoding sequences take one token each, and prefill the rest."""
-    requests = [ask("a", output=6), ask("b", 1, prompt=10, output=1)]
-    run = serve(requests, max_tokens=4, max_seqs=2)
-    # b is computed in chunks of 3, 3, 3 and 1 tokens, while a decodes.
-    assert run.timeline(*TOKENS) == [
-        "10 FIRST_TOKEN a",
-        "50 FIRST_TOKEN b",
-        "50 FINISH b",
-        "60 FINISH a",
-    ]
-
-
-def test_prefill_first_steps_decode_no_sequence():
-    """With `steps=prefill-first`, no sequence decodes while there is a prompt to compute."""
-    requests = [ask("a", output=3), ask("b", 1, prompt=10, output=1)]
-    run = serve(requests, max_tokens=4, max_seqs=2, steps="prefill-first")
-    assert run.timeline(*TOKENS) == [
-        "10 FIRST_TOKEN a",
-        "40 FIRST_TOKEN b",
-        "40 FINISH b",
-        "60 FINISH a",
-    ]
-
-
-def test_without_chunks_a_prompt_waits_for_a_step_it_fits_into():
-    """Without chunks, a prompt that does not fit in a step waits, and later prompts with it."""
-    requests = [ask("a", prompt=3), ask("b", prompt=3), ask("c", prompt=1)]
-    run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
-    assert [row["finish"] for row in run.rows.values()] == [10, 20, 20]
-    assert list(run.rows) == ["a", "b", "c"]
-
-
-def test_without_chunks_a_prompt_above_the_budget_has_a_step_for_itself():
-    """Without chunks, a prompt above the limit is the only prefill of its step.
-
-    Decoding sequences go on in that step.
-    """
-    requests = [ask("a", output=3), ask("b", 1, prompt=99), ask("c", 1, prompt=1)]
-    run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
-    assert run.timeline(*TOKENS) == [
-        "10 FIRST_TOKEN a",
-        "20 FIRST_TOKEN b",
-        "20 FINISH b",
-        "30 FIRST_TOKEN c",
-        "30 FINISH a",
-        "30 FINISH c",
     ]
 
 
@@ -138,13 +81,6 @@ def test_the_clock_counts_picoseconds():
     assert run.result.log.busy_ps == 20_000
 
 
-def test_a_request_without_output_ends_with_its_prefill():
-    """A request without output ends with its prefill, and has no first token."""
-    run = serve([ask("a", prompt=9, output=0)], max_tokens=4, max_seqs=1)
-    assert run.timeline("FIRST_TOKEN", "FINISH", "FREE") == ["30 FINISH a", "30 FREE a"]
-    assert run.rows["a"]["first_token"] == -1
-
-
 def test_a_request_that_can_never_fit_is_rejected():
     """A request that can never fit is rejected at its arrival with the reason.
 
@@ -183,27 +119,6 @@ def test_simultaneous_requests_are_all_served(scheduler):
         assert admitted == sorted(admitted)
 
 
-def test_blocks_can_be_hit_after_the_step_that_computed_them():
-    """Blocks can be hit from the step on that computed them.
-
-    The last block of a prompt is computed again.
-    """
-    requests = [ask(name, at, prompt=8, keys=[1, 2]) for name, at in (("a", 0), ("b", 5))]
-    run = serve(requests, latency=TokenRate(prefill=1000, decode=1000))
-    assert (run.rows["a"]["hit"], run.rows["b"]["hit"]) == (0, 4)
-    assert run.rows["b"]["finish"] == 12_000
-
-
-def test_outputs_with_known_keys_are_shared():
-    """A prompt that contains an earlier output with known keys hits its full blocks."""
-    requests = [
-        ask("a", prompt=6, output=7, keys=[1], output_keys=[2, 3]),
-        ask("b", 500, prompt=14, keys=[1, 2, 3]),
-    ]
-    run = serve(requests)
-    assert run.rows["b"]["hit"] == 12
-
-
 def test_a_context_counts_up_to_the_size_of_each_attention_window():
     """A context counts in each attention window up to the size of the window."""
     asked = []
@@ -236,37 +151,6 @@ def test_a_cache_that_has_served_is_refused():
     simulate([ask("a")], cache=cache, latency=Even())
     with pytest.raises(InputError, match="served before: make a new KVCache for each run"):
         simulate([ask("a")], cache=cache, latency=Even())
-
-
-@pytest.mark.parametrize("jumps", [True, False])
-@pytest.mark.parametrize(("steps", "admitted"), [("mixed", 170), ("prefill-first", 180)])
-def test_a_waiting_request_gets_the_blocks_of_a_pin_that_ends_early(steps, admitted, jumps):
-    """Where a running request ends a pin, the next plan admits one that waits for blocks.
-
-    The sixth block of b, at 170 ns, ends the pin of 4 of 9 blocks, of which c needs 2.
-    """
-    requests = [
-        ask("a", 0, 17, 0, keys=range(4), hints=Hints(pin=10**6)),
-        ask("b", 0, 4, 30),
-        ask("c", 100, 8, 0),
-    ]
-    rows = serve(requests, blocks=9, steps=steps, jumps=jumps, trace=False).rows
-    assert rows["c"]["admitted"] == admitted
-
-
-@pytest.mark.parametrize("jumps", [True, False])
-def test_a_waiting_request_gets_the_blocks_of_a_pin_whose_time_ends(jumps):
-    """Where the time of a pin ends, the next plan admits a request that waits for its blocks.
-
-    Until then 4 of 12 blocks are pinned, b has 4 or 5, and c needs 5.
-    """
-    requests = [
-        ask("a", 0, 17, 0, keys=range(4), hints=Hints(pin=150)),
-        ask("b", 0, 4, 30),
-        ask("c", 100, 18, 0),
-    ]
-    rows = serve(requests, blocks=12, jumps=jumps, trace=False).rows
-    assert rows["c"]["admitted"] == 160
 
 
 def test_keys_of_another_length_are_refused():
