@@ -121,6 +121,16 @@ def test_blocks_evicted_in_a_jump_are_stored_at_the_time_of_their_step(traced):
     assert [span.created for span in level_of(run).tree.spans()] == [1170]
 
 
+def test_victims_of_a_tier_move_to_the_next_tier():
+    """Blocks that the host evicts move to the disk and are loaded from there."""
+    tiers = (f"host:memory={4 * SLOT},{FAST}", f"disk:memory=1MB,{FAST}")
+    run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=tiers)
+    assert list(run.result.log.loaded)[3:] == [16, 16, 16]
+    assert stats(run, "loaded", number=1) > (0,)
+    sources = {line.get("from") for line in run.lines if line["event"] == "OFFLOAD"}
+    assert sources == {None, "host"}
+
+
 USED_AGAIN = {
     "arc": lambda _, span: span.data,
     "lruk:history=4": lambda _, span: span.data[2] > 0,

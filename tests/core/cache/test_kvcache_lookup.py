@@ -1,4 +1,4 @@
-"""Lookup: how many blocks hit under both accountings, and the effects of a hit."""
+"""Lookup: what a hit splits, pins and counts, and what a resumed request may hit."""
 
 import pytest
 from helpers.caches import BLOCK, Recorded, ask, compute, make, pins, serve, spans, start, table

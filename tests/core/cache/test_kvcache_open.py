@@ -1,4 +1,4 @@
-"""Admission: the pinned, evicted and allocated blocks, and refusals that change nothing."""
+"""Admission: its hooks, its trace, and refusals that change nothing."""
 
 import pytest
 from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, serve, spans

@@ -6,7 +6,7 @@ from helpers.fake_policies import BookkeepingPolicy
 
 from kvcore import Span
 from kvcore.testing.harness import Driver, Traffic, random_steps
-from kvcore_plugins.prefix import Hashed, NoPrefix, Radix
+from kvcore_plugins.prefix import Hashed, Radix
 
 TRAFFIC = Traffic(key_tokens=2 * BLOCK, hints=True)
 SHARING = [Radix, Hashed]
@@ -15,12 +15,6 @@ SHARING = [Radix, Hashed]
 @pytest.fixture(params=SHARING)
 def prefix(request):
     """Return a new prefix index of each kind that shares blocks."""
-    return request.param()
-
-
-@pytest.fixture(params=[*SHARING, NoPrefix])
-def any_prefix(request):
-    """Return a new prefix index of each kind."""
     return request.param()
 
 
