@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import pairwise
-from math import inf, nan, sqrt
+from math import nan
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,7 @@ from kvcore.lazy import LazyModule
 from kvcore.models.codec import TENSOR_DTYPES
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
+from kvcore_testing.dense import attention, torch_dtype
 from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
@@ -133,8 +134,7 @@ class BackendTests(PluginTests[Backend]):
         for begin, end in pairwise([0, *cuts, tokens]):
             plan = batch.store([begin], [end - begin])
             parts.append(batch.attend(0, plan, [begin], [end - begin]))
-        close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
-        torch.testing.assert_close(torch.cat(parts), at_once, **close)
+        batch.near(torch.cat(parts), at_once)
 
     def test_a_reused_block_leaks_nothing(self, seed: int) -> None:
         """The earlier content of a reused block is not read."""
@@ -166,7 +166,7 @@ class BackendTests(PluginTests[Backend]):
         """`read` returns exactly the stored numbers of each layer."""
         batch = self.batch(2, dtype, together=together)
         batch.stored()
-        assert all(batch.holds(sequence, table) for sequence, table in enumerate(batch.tables))
+        assert batch.is_stored()
 
     @_adjacent
     @_dtypes
@@ -176,8 +176,7 @@ class BackendTests(PluginTests[Backend]):
         for layer, exact in enumerate(self._store_rotated(batch, adjacent=adjacent)):
             for sequence, table in enumerate(batch.tables):
                 keys, values = batch.read(layer, table, batch.tokens(sequence))
-                close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
-                torch.testing.assert_close(keys, exact[sequence], **close)
+                batch.near(keys, exact[sequence])
                 assert values.equal(batch.values[layer][sequence].double())
 
     @pytest.mark.parametrize("codec", ["fp8-e4m3", "int8", "int4"])
@@ -281,12 +280,7 @@ class BackendTests(PluginTests[Backend]):
         ):
             for head, order in enumerate(turn):
                 assert part[:, head].equal(stored[1][0][order, head].double())
-        assert all(
-            part.equal(stored[0][0].double())
-            for part, stored in zip(
-                batch.read(0, table, 50), (batch.keys, batch.values), strict=True
-            )
-        )
+        assert batch.is_stored([0]), "tokens of another layer have moved"
 
     @_together
     def test_copies_blocks(self, together: bool) -> None:  # noqa: FBT001
@@ -298,7 +292,7 @@ class BackendTests(PluginTests[Backend]):
         batch.backend.copy_blocks(zip(table, targets, strict=True))
         batch.backend.copy_blocks([])
         batch.backend.fill(nan, table)
-        assert batch.holds(0, targets)
+        assert attrs.evolve(batch, tables=[targets]).is_stored()
 
     @_together
     def test_moves_blocks(
@@ -323,8 +317,8 @@ class BackendTests(PluginTests[Backend]):
         to = {block: block if block in stay else free.pop() for block in moved}
         batch.backend.move_blocks([pair for pair in to.items() if pair[0] not in stay])
         batch.backend.move_blocks([])
-        for sequence, table in enumerate(batch.tables):
-            assert batch.holds(sequence, [to[block] for block in table])
+        tables = [[to[block] for block in table] for table in batch.tables]
+        assert attrs.evolve(batch, tables=tables).is_stored()
 
     def test_refuses_moves_to_one_place(self) -> None:
         """Two moves that share a source or a target are refused, and change nothing."""
@@ -334,7 +328,7 @@ class BackendTests(PluginTests[Backend]):
         for pairs in ([(first, third), (second, third)], [(third, first), (third, second)]):
             with pytest.raises(InputError, match="share a source or a target"):
                 batch.backend.move_blocks(pairs)
-        assert batch.holds(0, batch.tables[0])
+        assert batch.is_stored()
 
     @_together
     @_dtypes
@@ -348,8 +342,7 @@ class BackendTests(PluginTests[Backend]):
         batch.backend.fill(nan, table)
         targets = batch.spare[: len(table)]
         batch.backend.swap_in(host, targets)
-        assert batch.holds(0, targets)
-        assert batch.holds(1, other)
+        assert attrs.evolve(batch, tables=[targets, other]).is_stored()
 
     @_together
     @_dtypes
@@ -372,8 +365,7 @@ class BackendTests(PluginTests[Backend]):
         kept, targets = bytes(buffer), batch.spare[: len(table)]
         backend.write_blocks(targets, buffer)
         buffer.cast("B")[:] = bytes(buffer.nbytes)
-        assert batch.holds(0, targets)
-        assert batch.holds(1, other)
+        assert attrs.evolve(batch, tables=[targets, other]).is_stored()
         backend.read_blocks(targets[1:], buffer[1:])
         size = batch.layout.bytes_per_block
         assert bytes(buffer)[size:] == kept[size:]
@@ -396,14 +388,12 @@ class BackendTests(PluginTests[Backend]):
 
     def test_tensors(self) -> None:
         """Integers stay integers, other numbers get the given dtype, or the layout's."""
-        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
-
         last = self.dtypes[-1]  # the coarsest of all dtypes, which rounds integers
         backend = self.batch(0, last).backend
         assert self.numbers(backend.tensor([[1, 2**40 + 1]])).tolist() == [[1, 2**40 + 1]]
         exact = torch.tensor([0.1, 0.2], dtype=torch.float64)
         for dtype, given in ((last, None), *zip(self.dtypes, self.dtypes, strict=True)):
-            rounded = exact.to(TORCH_DTYPES[dtype]).tolist()
+            rounded = exact.to(torch_dtype(dtype)).tolist()
             assert self.numbers(backend.tensor([0.1, 0.2], given)).tolist() == rounded
             again = backend.tensor(backend.tensor([0.5, 3.0]), given)
             assert self.numbers(again).tolist() == [0.5, 3.0]
@@ -520,8 +510,6 @@ class RandomBatch:
         share a K/V head (`group`), and fields of the layout (`fixed`). The pool has `room`
         spare blocks. `shuffle` changes the block tables, and nothing else.
         """
-        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
-
         random = Random(seed)  # noqa: S311
         sizes = random_layout(random, **fixed)
         group = group or random.choice([1, 2, 4])
@@ -544,7 +532,7 @@ class RandomBatch:
                 for _ in range(LAYERS)
                 for tokens in total
             ]
-            rounded = [row.to(TORCH_DTYPES[layout.dtype]) for row in rows]
+            rounded = [row.to(torch_dtype(layout.dtype)) for row in rows]
             return [rounded[: len(total)], rounded[len(total) :]]
 
         return cls(
@@ -623,11 +611,18 @@ class RandomBatch:
         return self.numbers(self.backend.attend(layer, plan, stored_queries, **options))
 
     def compare(
-        self, plan: Any, begins: Sequence[int], counts: Sequence[int], **options: Any
+        self,
+        plan: Any,
+        begins: Sequence[int],
+        counts: Sequence[int],
+        positions: Sequence[Tensor] | None = None,
+        **options: Any,
     ) -> None:
-        """Compare the attention of a plan, in all layers, with that in fp64."""
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
+        """Compare the attention of a plan, in all layers, with that in fp64.
 
+        `positions` are those of the tokens of each sequence, `[layers, K/V heads, tokens]`;
+        None: 0, 1, 2 and so on.
+        """
         exact = dict(options)
         if "sink_logits" in exact:
             exact["sink_logits"] = self.numbers(exact["sink_logits"])
@@ -638,18 +633,14 @@ class RandomBatch:
                     part[layer][sequence][: begin + count].double()
                     for part in (self.queries, self.keys, self.values)
                 )
+                if positions is not None:
+                    exact["positions"] = positions[sequence][layer]
                 expected.append(attention(queries[begin:], keys, values, **exact))
-            computed = self.attend(layer, plan, begins, counts, **options)
-            torch.testing.assert_close(
-                computed, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
-            )
+            self.near(self.attend(layer, plan, begins, counts, **options), torch.cat(expected))
 
     def check_weighed(self, **options: Any) -> None:
         """Compare the attention and its summed weights, in all layers, with those in fp64."""
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
-
         plan = self.stored()
-        close: Any = {"atol": 8 * self.tolerance, "rtol": 8 * self.tolerance}
         for layer in range(LAYERS):
             new = [rows[n:] for rows, n in zip(self.queries[layer], self.contexts, strict=True)]
             stored_queries = self.backend.tensor(torch.cat(new), self.layout.dtype)
@@ -658,7 +649,7 @@ class RandomBatch:
             except InputError as error:
                 pytest.skip(str(error))
             expected = self.attend(layer, plan, **options)
-            torch.testing.assert_close(self.numbers(out), expected, **close)
+            self.near(self.numbers(out), expected, 8)
             for queries, keys, sums_of_sequence in zip(
                 new, self.keys[layer], sums, strict=True
             ):
@@ -667,7 +658,12 @@ class RandomBatch:
                 apart = torch.eye(tokens).double()[:, None].expand(-1, heads, -1)
                 weights = attention(queries.double(), keys, apart, **options)
                 summed = weights.reshape(len(queries), heads, -1, tokens).sum((0, 2))
-                torch.testing.assert_close(self.numbers(sums_of_sequence), summed, **close)
+                self.near(self.numbers(sums_of_sequence), summed, 8)
+
+    def near(self, computed: Tensor, expected: Tensor, times: int = 1) -> None:
+        """Check that numbers differ by no more than so many times the tolerance."""
+        most = times * self.tolerance
+        torch.testing.assert_close(computed, expected, atol=most, rtol=most)
 
     def check_by_position(self, seed: int, *, window: int, sinks: int, alike: bool) -> None:
         """Compare attention within a window where tokens have random positions, in no order.
@@ -700,40 +696,25 @@ class RandomBatch:
             plan = self.backend.plan(batch)
         except InputError as error:
             pytest.skip(str(error))
-        for layer in range(LAYERS):
-            expected = []
-            for sequence, own in enumerate(positions):
-                queries, keys, values = (
-                    part[layer][sequence].double()
-                    for part in (self.queries, self.keys, self.values)
-                )
-                group = queries.shape[1] // keys.shape[1]
-                old = held_positions[sequence][layer % len(held_positions[sequence])].expand(
-                    keys.shape[1], -1
-                )
-                positions_held = torch.cat((old, own.expand(len(old), -1)), 1)[:, None]
-                here = own[:, None]
-                seen = (positions_held <= here) & (
-                    (positions_held > here - window) | (positions_held < sinks)
-                )
-                scores = torch.einsum(
-                    "qhd,khd->hqk",
-                    queries[-len(own) :],
-                    keys.repeat_interleave(group, 1),
-                ) / sqrt(keys.shape[2])
-                weights = scores.masked_fill(~seen.repeat_interleave(group, 0), -inf).softmax(2)
-                shared = values.repeat_interleave(group, 1)
-                expected.append(torch.einsum("hqk,khd->qhd", weights, shared))
-            computed = self.attend(layer, plan, window=window, sinks=sinks)
-            torch.testing.assert_close(
-                computed, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
-            )
+        of_all = LAYERS, self.layout.kv_heads, -1
+        both = [
+            torch.cat((old.expand(of_all), own.expand(of_all)), 2)
+            for old, own in zip(held_positions, positions, strict=True)
+        ]
+        self.compare(plan, self.contexts, self.lengths, both, window=window, sinks=sinks)
 
-    def holds(self, number: int, table: Sequence[int]) -> bool:
-        """Return True if the blocks hold exactly the K/V of a sequence, in all layers."""
+    def is_stored(
+        self, layers: Sequence[int] = range(LAYERS), numbers: Sequence[int] | None = None
+    ) -> bool:
+        """Return True if the tables hold exactly the K/V of sequences, in these layers.
+
+        `numbers` are those of the sequences; None: of all.
+        """
         return all(
             read.equal(stored[layer][number].double())
-            for layer in range(LAYERS)
+            for layer in layers
+            for number, table in enumerate(self.tables)
+            if numbers is None or number in numbers
             for read, stored in zip(
                 self.read(layer, table, self.tokens(number)),
                 (self.keys, self.values),

@@ -15,6 +15,7 @@ from kvcore.lazy import LazyModule
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
 from kvcore_testing.backend import LAYERS, RandomBatch
+from kvcore_testing.dense import attention, torch_dtype
 from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
@@ -80,14 +81,12 @@ class CodecTests(PluginTests[Codec]):
     @_dtypes
     def test_round_trip(self, part: Part, dtype: str) -> None:
         """Decoded numbers are within the bound: small, large, with offset or outlier."""
-        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
-
         codec = self.make()
         normal = _rows(self.block_size, self.width)
         spiked = normal.clone()
         spiked[:, :, 3] *= 20  # as keys have it
         for rows in (normal, normal / 100, normal * 50, normal + 10, spiked):
-            rows_given = rows.to(TORCH_DTYPES[dtype])
+            rows_given = rows.to(torch_dtype(dtype))
             before = rows_given.clone()
             decoded = codec.decode(part, codec.encode(part, rows_given))
             assert decoded.is_floating_point()
@@ -100,18 +99,7 @@ class CodecTests(PluginTests[Codec]):
     @_parts
     def test_heads_do_not_mix(self, part: Part) -> None:
         """A head has the same codes, and the same decoded numbers, alone and with others."""
-        codec = self.make()
-        rows = _rows(self.block_size, self.width)
-        together = codec.encode(part, rows)
-        for head in range(HEADS):
-            only = slice(head, head + 1)
-            alone = codec.encode(part, rows[only])
-            assert all(_same(x[only], y) for x, y in zip(together, alone, strict=True)), (
-                f"head {head} has other codes alone than with other heads"
-            )
-            assert _same(codec.decode(part, together)[only], codec.decode(part, alone)), (
-                f"head {head} decodes otherwise alone than with other heads"
-            )
+        self._check_alone(part, 0, "head")
 
     @_parts
     def test_tokens_are_coded_alone(self, part: Part) -> None:
@@ -119,20 +107,26 @@ class CodecTests(PluginTests[Codec]):
         codec = self.make()
         if not codec.by_token(part):
             pytest.skip(f"{part} are encoded by blocks: by_token is False")
-        rows = _rows(self.block_size, self.width)
         planes = codec.planes(part, self.block_size, self.width)
         assert all(plane.shape[0] == self.block_size for plane in planes), (
             "with by_token, the first dimension of each plane is the token"
         )
+        self._check_alone(part, 1, "token")
+
+    def _check_alone(self, part: Part, dimension: int, what: str) -> None:
+        """Check that each head or token, a slice of `dimension`, is coded alone as in rows."""
+        codec, rows = self.make(), _rows(self.block_size, self.width)
         together = codec.encode(part, rows)
-        for token in range(self.block_size):
-            only = slice(token, token + 1)
-            alone = codec.encode(part, rows[:, only])
-            assert all(_same(x[:, only], y) for x, y in zip(together, alone, strict=True)), (
-                f"token {token} has other codes alone than with other tokens"
+        decoded = codec.decode(part, together)
+        for index in range(rows.shape[dimension]):
+            only = dimension, index, 1
+            alone = codec.encode(part, rows.narrow(*only))
+            codes = zip(together, alone, strict=True)
+            assert all(_same(plane.narrow(*only), own) for plane, own in codes), (
+                f"{what} {index} has other codes alone than with other {what}s"
             )
-            assert _same(codec.decode(part, together)[:, only], codec.decode(part, alone)), (
-                f"token {token} decodes otherwise alone than with other tokens"
+            assert _same(decoded.narrow(*only), codec.decode(part, alone)), (
+                f"{what} {index} decodes otherwise alone than with other {what}s"
             )
 
     @_parts
@@ -187,8 +181,6 @@ class CodecTests(PluginTests[Codec]):
         weights of a softmax then change by a total variation of at most tanh(d / 2), and its
         output by that share of the range of the values, and by the error of a value.
         """
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
-
         batch = self._ragged(seed)
         plan = batch.stored()
         for layer in range(LAYERS):
@@ -221,7 +213,7 @@ class CodecTests(PluginTests[Codec]):
         cuts = sorted(random.sample(range(1, tokens), 5))
         for begin, end in zip([0, *cuts], [*cuts, tokens], strict=True):
             batch.store([begin], [end - begin])
-        assert self.coded(batch).holds(0, batch.tables[0])
+        assert self.coded(batch).is_stored()
 
     def test_token_by_token(self) -> None:
         """Sequences stored token by token have the K/V of sequences stored at once."""
@@ -230,8 +222,7 @@ class CodecTests(PluginTests[Codec]):
         for token in range(max(lengths)):
             counts = [int(token < length) for length in lengths]
             batch.store([min(token, length) for length in lengths], counts)
-        coded = self.coded(batch)
-        assert all(coded.holds(sequence, table) for sequence, table in enumerate(batch.tables))
+        assert self.coded(batch).is_stored()
 
     def test_a_block_is_written_again(self) -> None:
         """After a rollback into a full block, kept tokens are near, and later ones new."""
@@ -260,8 +251,7 @@ class CodecTests(PluginTests[Codec]):
         batch.backend.copy_blocks(zip(*batch.tables, strict=True))
         batch.backend.copy_blocks([])
         batch.store([shared, shared], [size - 5, size - 5])
-        coded = self.coded(batch)
-        assert all(coded.holds(sequence, table) for sequence, table in enumerate(batch.tables))
+        assert self.coded(batch).is_stored()
 
     def test_moves(self) -> None:
         """Blocks that move keep their K/V, full or not, and can be filled up after it."""
@@ -272,9 +262,7 @@ class CodecTests(PluginTests[Codec]):
         batch.backend.move_blocks([(a, b), (b, a), (c, d), (d, e)])
         moved = attrs.evolve(batch, tables=[[b, a], [d, e]])
         moved.store([size + 5, size + 3], [size - 5, 6])
-        coded = self.coded(moved)
-        assert coded.holds(0, [b, a])
-        assert coded.holds(1, [d, e])
+        assert self.coded(moved).is_stored()
 
     def test_swaps(self) -> None:
         """Blocks that are swapped out and in keep their K/V, and can be filled up after it."""
@@ -288,9 +276,7 @@ class CodecTests(PluginTests[Codec]):
         batch.backend.swap_in(host, targets)
         moved = attrs.evolve(batch, tables=[table, targets])
         moved.store([0, size + 3], [0, 6])
-        coded = self.coded(moved)
-        assert coded.holds(0, table)
-        assert coded.holds(1, targets)
+        assert self.coded(moved).is_stored()
 
     def test_gives_and_takes_bytes(self) -> None:
         """Bytes from `read_blocks`, written to other blocks, are the same K/V."""
@@ -305,9 +291,7 @@ class CodecTests(PluginTests[Codec]):
         backend.write_blocks(targets, buffer)
         moved = attrs.evolve(batch, tables=[targets[:2], [targets[2], other[1]]])
         moved.store([0, size + 3], [0, 6])
-        coded = self.coded(moved)
-        assert coded.holds(0, targets[:2])
-        assert coded.holds(1, [targets[2], other[1]])
+        assert self.coded(moved).is_stored()
 
     def test_fills(self) -> None:
         """`fill` sets the given blocks, full or not, and no others."""
@@ -317,7 +301,7 @@ class CodecTests(PluginTests[Codec]):
         table, other = batch.tables
         batch.backend.fill(0, table)
         assert all(not rows.any() for rows in batch.read(0, table, 2 * size))
-        assert self.coded(batch).holds(1, other)
+        assert self.coded(batch).is_stored(numbers=[1])
         batch.backend.fill(nan)
         assert all(rows.isnan().all() for rows in batch.read(0, other, 2 * size))
 

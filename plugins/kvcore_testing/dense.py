@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Unpack, cast
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import attrs
-import torch
-from torch import Tensor
 
 from kvcore.engine import (
     Attend,
@@ -18,7 +16,20 @@ from kvcore.engine import (
     RaggedBatch,
     Rotation,
 )
-from kvcore_plugins.codec.dtypes import TORCH_DTYPES
+from kvcore.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch", globals())
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+
+    return TORCH_DTYPES[name]
 
 
 @attrs.frozen
@@ -40,7 +51,7 @@ class HostTensors:
         tensor = torch.as_tensor(data)
         if dtype is None and not tensor.is_floating_point():
             return tensor
-        return torch.as_tensor(data, dtype=TORCH_DTYPES[dtype or self.dtype])
+        return torch.as_tensor(data, dtype=torch_dtype(dtype or self.dtype))
 
 
 def loaded(generator: Generator, dtype: str = "fp64") -> Generator:
@@ -140,22 +151,26 @@ def attention(
     window: int | None = None,
     sinks: int = 0,
     sink_logits: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention of the last tokens of a sequence, computed in fp64.
 
     `softmax(scale · q · kᵀ) · v` for each head, over `[tokens, heads, width]`; shapes and
-    options are those of `Backend.attend`. O(queries · keys) memory.
+    options are those of `Backend.attend`. `positions` are those of the keys, `[K/V heads,
+    keys]`; None: 0, 1, 2 and so on. O(queries · keys) memory.
     """
     group = queries.shape[1] // keys.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("qhd,khd->hqk", queries.double(), k) * scale
-    positions = torch.arange(len(keys))
-    here = positions[len(keys) - len(queries) :, None]
-    seen = positions <= here
+    if positions is None:
+        positions = torch.arange(len(keys))[None]
+    here, there = positions[:, len(keys) - len(queries) :, None], positions[:, None]
+    seen = there <= here
     if window is not None:
-        seen &= (positions > here - window) | (positions < sinks)
-    scores = scores.masked_fill(~seen, float("-inf"))
+        seen &= (there > here - window) | (there < sinks)
+    shared = len(scores) // len(seen)  # by as many query heads
+    scores = scores.masked_fill(~seen.repeat_interleave(shared, 0), float("-inf"))
     if sink_logits is not None:
         column = sink_logits.double()[:, None, None].expand(*scores.shape[:2], 1)
         scores = torch.cat((scores, column), dim=-1)
@@ -176,11 +191,16 @@ def advance(
 
 
 def generate(
-    generator: Generator, texts: Sequence[Text], output: int, chunk: int | None = None
+    generator: Generator,
+    texts: Sequence[Text],
+    output: int,
+    chunk: int | None = None,
+    watch: Callable[[Attend, list[int]], Attend] | None = None,
 ) -> list[list[int]]:
     """Generate until each text has `output` tokens, in one batch; return these tokens.
 
-    The K/V of all texts are computed again, at most `chunk` tokens a step; None: whole.
+    The K/V of all texts are computed again, at most `chunk` tokens a step; None: whole. Given
+    the `Attend` of a step and the text of each row, `watch` returns the one to call.
     """
     cache = DenseCache()
     for text in texts:
@@ -188,5 +208,9 @@ def generate(
     while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
         batch = [texts[i] for i in running]
         counts = [min(text.left, chunk or text.left) for text in batch]
-        advance(generator, batch, counts, cache.attend(running, counts))
+        attend = cache.attend(running, counts)
+        if watch is not None:
+            rows = [i for i, n in zip(running, counts, strict=True) for _ in range(n)]
+            attend = watch(attend, rows)
+        advance(generator, batch, counts, attend)
     return [text.tokens[text.prompt :] for text in texts]

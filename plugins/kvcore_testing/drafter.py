@@ -111,15 +111,10 @@ class DrafterTests(PluginTests[Drafter]):
 
     def _run(self, drafter: Drafter | None, blocks: int) -> tuple[Any, bytes]:
         """Serve texts with shared prefixes; return the generated tokens, and the trace."""
+        prompts = ([1 + token % (3 + n) for token in range(9 + n)] for n in range(5))
         texts = [
-            text_request(
-                index,
-                [1 + token % (3 + index) for token in range(9 + index)],
-                output=12 + index,
-                block_size=4,
-                arrival=index * 10**6,
-            )
-            for index in range(5)
+            text_request(n, prompt, output=12 + n, block_size=4, arrival=n * 10**6)
+            for n, prompt in enumerate(prompts)
         ]
         out = BytesIO()
         trace = Trace(out)

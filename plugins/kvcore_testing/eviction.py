@@ -102,12 +102,8 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
             pytest.skip("its class does not say that the order of victims is fixed")
         orders = []
         for at_once in (True, False):
-            driver = self.driver()
-            driver.run(random_steps(seed, 200, _HINTS))
-            for seq in [*driver.cache.sequences.values()]:
-                driver.cache.close(seq, driver.now)
-            tree, policy = driver.cache.tree, driver.cache.eviction
-            assert isinstance(policy, RecordingPolicy)
+            driver = self._closed(seed)
+            tree, policy = driver.cache.tree, _recording(driver)
             policy.evicted.clear()
             blocks = tree.unpinned_blocks
             if at_once:
@@ -124,10 +120,7 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         policy = self.make()
         if "by_release" not in vars(type(policy)) or not policy.by_release:
             pytest.skip("it does not say that victims leave in the order of releases")
-        driver = self.driver()
-        driver.run(random_steps(seed, 200, _HINTS))
-        for seq in [*driver.cache.sequences.values()]:
-            driver.cache.close(seq, driver.now)
+        driver = self._closed(seed)
         tree, evicted = driver.cache.tree, 0
         while unpinned := [span for span in tree.spans() if not span.ref_count]:
             first = min(unpinned, key=lambda span: span.released_order)
@@ -305,6 +298,14 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
             **{"accounting": "keys"} | options,
         )
         return Driver(cache, recording.evicted)
+
+    def _closed(self, seed: int) -> Driver:
+        """Return a driver after random steps, all of whose sequences are closed."""
+        driver = self.driver()
+        driver.run(random_steps(seed, 200, _HINTS))
+        for seq in [*driver.cache.sequences.values()]:
+            driver.cache.close(seq, driver.now)
+        return driver
 
     def replay(
         self, requests: Iterable[Request], blocks: int = _BLOCKS, **options: Any

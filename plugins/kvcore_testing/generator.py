@@ -23,13 +23,21 @@ from kvcore.lazy import LazyModule
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore_engine.executor import tensor_layout
+from kvcore_testing.dense import (
+    DenseCache,
+    HostTensors,
+    Text,
+    advance,
+    generate,
+    loaded,
+    torch_dtype,
+)
 from kvcore_testing.plugin import NamedTests, other_hashes, seeds
 
 if TYPE_CHECKING:
     import torch
 
     from kvcore.engine import Attend, Tensor
-    from kvcore_testing.dense import Text
 else:
     torch = LazyModule("torch", globals())
 
@@ -72,15 +80,13 @@ class GeneratorTests(NamedTests[Generator]):
 
     def test_refuses_a_dtype(self) -> None:
         """`load` with an unknown dtype raises an InputError that names the dtype."""
-        from kvcore_testing.dense import HostTensors  # noqa: PLC0415 - torch
-
         host: Any = HostTensors()
         with pytest.raises(InputError, match="fp7"):
             self.make().load(host, "fp7")
 
     def test_attends_once_in_each_layer_in_order(self) -> None:
         """A step calls `attend` once for each layer, in order, with the window of the layer."""
-        generator = self._loaded()
+        generator = loaded(self.make())
         calls = self._watched(generator, _texts(generator, 0), chunk=5)
         layers = list(range(generator.spec.layers))
         for step in calls:
@@ -89,8 +95,8 @@ class GeneratorTests(NamedTests[Generator]):
 
     def test_shapes(self) -> None:
         """Queries, keys and values are `[tokens, heads, width]` of the spec, in the dtype."""
-        generator = self._loaded()
-        spec = generator.spec
+        generator = loaded(self.make())
+        spec, dtype = generator.spec, torch_dtype(generator.dtype)
         for step in self._watched(generator, _texts(generator, 0), chunk=5):
             for call in step:
                 shapes = [tuple(x.shape) for x in (call.queries, call.keys, call.values)]
@@ -100,13 +106,11 @@ class GeneratorTests(NamedTests[Generator]):
                     (call.count, spec.kv_heads, spec.value_dim),
                 ], f"queries, keys, values in layer {call.layer}"
                 dtypes = {x.dtype for x in (call.queries, call.keys, call.values)}
-                assert dtypes == {call.expected}, f"{dtypes} in layer {call.layer}"
+                assert dtypes == {dtype}, f"{dtypes} in layer {call.layer}"
 
     def test_draws_where_it_is_asked_to(self) -> None:
         """A step returns a token for each text whose last token it computes, else None."""
-        from kvcore_testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
-
-        generator = self._loaded()
+        generator = loaded(self.make())
         texts = _texts(generator, 1)
         counts = [max(1, text.left - index % 2) for index, text in enumerate(texts)]
         wanted = [count == text.left for count, text in zip(counts, texts, strict=True)]
@@ -121,9 +125,7 @@ class GeneratorTests(NamedTests[Generator]):
 
     def test_a_step_without_a_draw(self) -> None:
         """A step that computes the last token of no text returns None for each."""
-        from kvcore_testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
-
-        generator = self._loaded()
+        generator = loaded(self.make())
         texts = [text for text in _texts(generator, 0) if text.left > 1]
         counts = [1] * len(texts)
         attend = DenseCache().attend(range(len(texts)), counts)
@@ -134,7 +136,7 @@ class GeneratorTests(NamedTests[Generator]):
         runs = []
         for meanwhile in (nullcontext, other_hashes):
             with meanwhile():
-                generator = self._loaded()
+                generator = loaded(self.make())
                 texts = _texts(generator, seed)
                 rows = _by_text(texts, self._watched(generator, texts))
             runs.append((rows, [text.tokens for text in texts]))
@@ -145,7 +147,7 @@ class GeneratorTests(NamedTests[Generator]):
 
     def test_does_not_depend_on_the_batch(self, seed: int) -> None:
         """The K/V and the output of a text are the same alone and in a batch."""
-        generator = self._loaded()
+        generator = loaded(self.make())
         together, alone = _texts(generator, seed), _texts(generator, seed)
         rows = _by_text(together, self._watched(generator, together))
         for index, text in enumerate(alone):
@@ -156,7 +158,7 @@ class GeneratorTests(NamedTests[Generator]):
     @pytest.mark.parametrize("chunk", [1, 3, 8])
     def test_does_not_depend_on_chunks(self, chunk: int, seed: int) -> None:
         """The K/V and the output of a prompt are the same in chunks and at once."""
-        generator = self._loaded()
+        generator = loaded(self.make())
         at_once, parts = _texts(generator, seed), _texts(generator, seed)
         expected = _by_text(at_once, self._watched(generator, at_once))
         rows = _by_text(parts, self._watched(generator, parts, chunk=chunk))
@@ -166,9 +168,7 @@ class GeneratorTests(NamedTests[Generator]):
 
     def test_goes_on_after_recompute(self, seed: int) -> None:
         """A text whose K/V are recomputed after a preemption continues unchanged."""
-        from kvcore_testing.dense import generate  # noqa: PLC0415 - torch
-
-        generator = self._loaded()
+        generator = loaded(self.make())
         once, twice = _texts(generator, seed), _texts(generator, seed)
         expected = generate(generator, once, 8)
         generate(generator, twice, 3)
@@ -177,8 +177,6 @@ class GeneratorTests(NamedTests[Generator]):
     @pytest.mark.parametrize("block_size", [1, BLOCK, 16])
     def test_paged_is_dense(self, block_size: int, seed: int) -> None:
         """Over shuffled blocks, NaN at first, it generates the tokens of a dense cache."""
-        from kvcore_testing.dense import advance, generate  # noqa: PLC0415 - torch
-
         try:
             backend = Plugins().build("backend", "torch-cpu")
         except KvcoreError as error:
@@ -208,28 +206,17 @@ class GeneratorTests(NamedTests[Generator]):
         assert tokens == self.make().encode("a cache of keys, and of values")
         assert isinstance(generator.decode(tokens), str)
 
-    def _loaded(self) -> Generator:
-        from kvcore_testing.dense import loaded  # noqa: PLC0415 - torch
-
-        return loaded(self.make())
-
     def _watched(
         self, generator: Generator, texts: list[Text], output: int = 4, chunk: int | None = None
     ) -> list[list[_Call]]:
         """Generate over a dense cache; return the calls of `attend` of each step."""
-        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
-        from kvcore_testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
+        steps: list[list[_Call]] = []
 
-        cache, steps = DenseCache(), []
-        while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
-            batch = [texts[i] for i in running]
-            counts = [min(text.left, chunk or text.left) for text in batch]
-            calls: list[_Call] = []
-            rows = [i for i, count in zip(running, counts, strict=True) for _ in range(count)]
-            attend = cache.attend(running, counts)
-            watched = _watching(attend, rows, calls, TORCH_DTYPES[generator.dtype])
-            advance(generator, batch, counts, watched)
-            steps.append(calls)
+        def watch(attend: Attend, rows: list[int]) -> Attend:
+            steps.append([])
+            return _watching(attend, rows, steps[-1])
+
+        generate(generator, texts, output, chunk, watch)
         return steps
 
 
@@ -243,14 +230,13 @@ class _Call:
     keys: Tensor
     values: Tensor
     window: int | None
-    expected: Any
 
     @property
     def count(self) -> int:
         return len(self.texts)
 
 
-def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) -> Attend:
+def _watching(attend: Attend, texts: list[int], calls: list[_Call]) -> Attend:
     def watched(
         layer: int,
         queries: Tensor,
@@ -261,8 +247,7 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
         **options: Unpack[AttendOptions],
     ) -> Tensor:
         keys = keys if rotation is None else rotation.rotate(keys)
-        window = options.get("window")
-        calls.append(_Call(texts, layer, queries, keys, values, window, dtype))
+        calls.append(_Call(texts, layer, queries, keys, values, options.get("window")))
         return attend(layer, queries, keys, values, **options)
 
     return watched
@@ -270,8 +255,6 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
 
 def _texts(generator: Generator, seed: int) -> list[Text]:
     """Return texts of different lengths; two have the same prompt and different seeds."""
-    from kvcore_testing.dense import Text  # noqa: PLC0415 - torch
-
     random = Random(seed)  # noqa: S311
     prompts = [
         [random.randrange(generator.vocabulary) for _ in range(length)]

@@ -26,6 +26,7 @@ from kvcore.cache import (
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import NO_HINTS, Hints, Key, Request, Retention
 from kvcore_replay.untimed import served
+from kvcore_testing.plugin import disguise
 
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
@@ -300,9 +301,7 @@ class RecordingPolicy(EvictionPolicy):
         self.policy = policy
         self.evicted: list[Gone] = []
         self._geometry: BlockLayout | None = None
-        cls = type(policy)
-        names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
-        self.__class__ = type(cls.__name__, (type(self),), names)
+        disguise(self, policy)
         self.lookahead = policy.lookahead
 
     @property
@@ -549,6 +548,16 @@ _LAYOUTS = [("tokens", 2), ("tokens", 6), ("tokens", 12), ("keys", 2), ("keys", 
 _some_open = precondition(lambda self: bool(self.driver.sequences))
 
 
+def _rule_of(action: str) -> Any:
+    """Return the rule of the state machine that takes a step with `action`, if it can."""
+
+    def act(self: CacheMachine, step: Step) -> None:
+        self.take(step)
+
+    act.__name__ = action
+    return rule(step=steps(_TRAFFIC, action))(act)
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Opens, commits, extends, forks, compacts and closes at random, small caches included.
 
@@ -584,27 +593,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.driver = Driver(cache, recording.evicted)
         self.requests = 0
 
-    @rule(step=steps(_TRAFFIC, "open"))
-    def open(self, step: Step) -> None:
-        """Open a request; there may be no room."""
-        self.take(step)
-
-    @rule(step=steps(_TRAFFIC, "serve"))
-    def serve(self, step: Step) -> None:
-        """Open, commit and close a request; there may be no room."""
-        self.take(step)
-
-    @_some_open
-    @rule(step=steps(_TRAFFIC, "commit"))
-    def commit(self, step: Step) -> None:
-        """Commit tokens."""
-        self.take(step)
-
-    @_some_open
-    @rule(step=steps(_TRAFFIC, "extend"))
-    def extend(self, step: Step) -> None:
-        """Allocate more tokens; there may be no room."""
-        self.take(step)
+    open, serve = _rule_of("open"), _rule_of("serve")
+    commit, extend, fork, rollback, compact, close = (
+        _some_open(_rule_of(action))
+        for action in ("commit", "extend", "fork", "rollback", "compact", "close")
+    )
 
     @_some_open
     @rule(step=steps(_TRAFFIC, "extend"))
@@ -613,30 +606,6 @@ class CacheMachine(RuleBasedStateMachine):
         cache = self.driver.cache
         tokens = (cache.pool.blocks + 1) * cache.geometry.block_size
         assert self.take(attrs.evolve(step, tokens=tokens)).refused == "OutOfBlocks"
-
-    @_some_open
-    @rule(step=steps(_TRAFFIC, "fork"))
-    def fork(self, step: Step) -> None:
-        """Fork a sequence."""
-        self.take(step)
-
-    @_some_open
-    @rule(step=steps(_TRAFFIC, "rollback"))
-    def rollback(self, step: Step) -> None:
-        """Drop tokens."""
-        self.take(step)
-
-    @_some_open
-    @rule(step=steps(_TRAFFIC, "compact"))
-    def compact(self, step: Step) -> None:
-        """Drop tokens of a sequence; there may be no room for the copies."""
-        self.take(step)
-
-    @_some_open
-    @rule(step=steps(_TRAFFIC, "close"))
-    def close(self, step: Step) -> None:
-        """Close a sequence."""
-        self.take(step)
 
     @invariant()
     def evictable_unless_pinned(self) -> None:

@@ -105,6 +105,13 @@ def _data_of(cls: type) -> dict[str, str]:
     }
 
 
+def disguise(watcher: object, plugin: object, **methods: Any) -> None:
+    """Give `watcher` a class of its own: `methods`, and the names of the class of `plugin`."""
+    cls = type(plugin)
+    names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
+    watcher.__class__ = type(cls.__name__, (type(watcher),), names | methods)
+
+
 P = TypeVar("P", bound=Plugin)
 
 

@@ -10,7 +10,7 @@ from kvcore.cache import KVCache, PrefixIndex, ScoreEviction, Span
 from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore_testing.harness import Driver, Traffic, living, random_steps, snapshot
-from kvcore_testing.plugin import NamedTests, seeds
+from kvcore_testing.plugin import NamedTests, disguise, seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,8 +194,7 @@ def _checked(prefix: PrefixIndex) -> PrefixIndex:
         )
         return span, end
 
-    names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
-    prefix.__class__ = type(cls.__name__, (cls,), names | {"match": match})
+    disguise(prefix, prefix, match=match)
     return prefix
 
 

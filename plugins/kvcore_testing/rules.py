@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from random import Random
 from typing import Any, ClassVar
 
-import attrs
 import pytest
 
 from kvcore.cache import KVCache
@@ -19,9 +17,8 @@ from kvcore.serving import Batching, Result, Rules, simulate
 from kvcore.serving.rules import DECISIONS
 from kvcore.trace import Trace
 from kvcore_replay.check.trace import check_trace
-from kvcore_testing.harness import Traffic, random_requests
 from kvcore_testing.plugin import PluginTests, other_hashes, seeds, unshared
-from kvcore_testing.scheduler import STEP, Steady
+from kvcore_testing.scheduler import Steady, pressing
 
 _KEY = 4
 
@@ -69,7 +66,7 @@ class RulesTests(PluginTests[Rules]):
     @_servers
     def test_every_request_ends_once(self, seed: int, server: str, tmp_path: Path) -> None:
         """Each request finishes or is rejected, once, and the trace replays without error."""
-        requests = _requests(seed)
+        requests = pressing(seed, 40)
         result, trace = self.serve(server, requests)
         assert sorted(result.log.ids) == [request.id for request in requests]
         path = tmp_path / "trace.jsonl"
@@ -80,14 +77,14 @@ class RulesTests(PluginTests[Rules]):
     @_servers
     def test_jumps_change_nothing(self, seed: int, server: str) -> None:
         """With and without event jumps, the same decisions are made at the same times."""
-        requests = _requests(seed)
+        requests = pressing(seed, 40)
         at_once = self.serve(server, requests)[1]
         assert at_once == self.serve(server, requests, jumps=False)[1]
 
     @_servers
     def test_decisions_are_pure(self, seed: int, server: str) -> None:
         """Asked twice, or for a second server, the rules decide as before."""
-        requests, rules = _requests(seed), self.make()
+        requests, rules = pressing(seed, 40), self.make()
         with unshared(rules):
             once = self.serve(server, requests, rules=rules)[1]
         rules = _asked_twice(rules)
@@ -140,17 +137,3 @@ def _asked_twice(rules: Rules) -> Rules:
         if find_override(rules, name) is not None:
             vars(rules)[name] = twice(name)
     return rules
-
-
-def _requests(seed: int) -> list[Request]:
-    """Return requests that arrive faster than they are served, and share prefixes."""
-    random = Random(seed)  # noqa: S311 - nothing secret
-    traffic = Traffic(key_tokens=_KEY, longest_wait=2)
-    return [
-        attrs.evolve(
-            request,
-            arrival=request.arrival * STEP // 2,
-            output_tokens=random.choice((0, 1, 3, 10, 20)),
-        )
-        for request in random_requests(seed, 40, traffic)
-    ]

@@ -30,7 +30,7 @@ from kvcore.serving import (
 from kvcore.serving.job import DECODE, DONE, PAUSED, PREFILL, WAITING
 from kvcore.units import NS_PER_S, PS_PER_NS
 from kvcore_testing.harness import Traffic, living, random_requests
-from kvcore_testing.plugin import PluginTests, other_hashes, seeds, unshared
+from kvcore_testing.plugin import PluginTests, disguise, other_hashes, seeds, unshared
 
 STEP = 9_876_543
 """Nanoseconds a step takes, whatever it computes: some 10 ms, and no multiple of a µs or ms, so
@@ -73,13 +73,12 @@ def watched(scheduler: Scheduler) -> list[Call]:
             _check_unwritten("plan", job, values)
         return answer
 
-    names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
     methods = {name: recorded(name) for name in ("queued", "admitted", "finished", "priority")}
     if find_override(scheduler, "changes_at") is not None:
         methods["changes_at"] = recorded("changes_at")
     if find_override(scheduler, "plan") is not None:
         methods["plan"] = plan
-    scheduler.__class__ = type(cls.__name__, (cls,), names | methods)
+    disguise(scheduler, scheduler, **methods)
     return calls
 
 
@@ -356,7 +355,7 @@ class SchedulerTests(PluginTests[Scheduler]):
     @_servers
     def test_serves_every_request_once(self, seed: int, server: str) -> None:
         """With too little memory for all running jobs, every request ends exactly once."""
-        requests = _requests(seed)
+        requests = pressing(seed)
         calls = self.serve(server, requests, tokens=64)
         ended = Counter(job for method, _, job in calls if method == "finished")
         assert ended == Counter(request.id for request in requests)
@@ -365,7 +364,7 @@ class SchedulerTests(PluginTests[Scheduler]):
     def test_runs_no_more_jobs_than_it_may(self, seed: int, server: str) -> None:
         """At no time do more jobs run than `max_seqs`, and no job is admitted twice at once."""
         running: set[object] = set()
-        for method, now, job in self.serve(server, _requests(seed), tokens=64):
+        for method, now, job in self.serve(server, pressing(seed), tokens=64):
             if method == "admitted":
                 assert job not in running, f"{now}: request {job} runs already"
                 running.add(job)
@@ -379,7 +378,7 @@ class SchedulerTests(PluginTests[Scheduler]):
         running: set[object] = set()
         waiting: set[object] = set()
         since = 0
-        for method, now, job in self.serve(server, _requests(seed)):
+        for method, now, job in self.serve(server, pressing(seed)):
             if method not in {"queued", "admitted", "finished"}:
                 continue
             idle = len(running) < _MAX_SEQS and waiting
@@ -398,10 +397,10 @@ class SchedulerTests(PluginTests[Scheduler]):
 
         Nor by what another scheduler has served in between.
         """
-        requests, scheduler = _requests(seed), self.make()
+        requests, scheduler = pressing(seed), self.make()
         with unshared(scheduler):
             once = self.serve(server, requests, tokens=64, scheduler=scheduler)
-        self.serve(server, _requests(seed + 1000)[:_OTHERS], tokens=64)
+        self.serve(server, pressing(seed + 1000)[:_OTHERS], tokens=64)
         with other_hashes():
             again = self.serve(server, requests, tokens=64)
         assert once == again, "run again, after another scheduler, it decided otherwise"
@@ -428,7 +427,7 @@ class SchedulerTests(PluginTests[Scheduler]):
 
     def test_is_called_the_same_with_event_jumps(self, seed: int) -> None:
         """With and without event jumps, the loop makes the same calls of the scheduler."""
-        requests = _requests(seed)
+        requests = pressing(seed)
         at_once = self.serve("loop", requests, tokens=64)
         assert at_once == self.serve("loop", requests, tokens=64, jumps=False), (
             "with event jumps, it was called otherwise than step by step"
@@ -472,7 +471,7 @@ class SchedulerTests(PluginTests[Scheduler]):
     def test_forgets_finished_jobs(self, server: str) -> None:
         """When all jobs have finished, the scheduler refers to none of them."""
         scheduler = self.make()
-        requests = _requests(0)
+        requests = pressing(0)
         self.serve(server, requests, tokens=64, scheduler=scheduler)
         mine = {id(request) for request in requests}
         jobs = [job for job in living(Job) if id(job.request) in mine]
@@ -527,7 +526,7 @@ def _request(
     )
 
 
-def _requests(seed: int) -> list[Request]:
+def pressing(seed: int, count: int = 60) -> list[Request]:
     """Return requests of all kinds, which arrive faster than three at a time are served."""
     random = Random(seed)  # noqa: S311 - nothing secret
     traffic = Traffic(key_tokens=_KEY, longest_wait=2)
@@ -540,7 +539,7 @@ def _requests(seed: int) -> list[Request]:
             predicted_output_tokens=random.choice((None, None, 1, 10, 30)),
             slo=random.choice(_SLOS),
         )
-        for request in random_requests(seed, 60, traffic)
+        for request in random_requests(seed, count, traffic)
     ]
 
 

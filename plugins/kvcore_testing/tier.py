@@ -186,22 +186,9 @@ class TierStoreTests:
 
     def test_keys_come_back_as_they_were(self) -> None:
         """Integers, bytes and strings are recovered as keys of their type, if at all."""
-        keys: list[Key] = [
-            0,
-            -5,
-            1 << 80,
-            b"",
-            b"\0\xff" * 16,
-            "",
-            "é\n",
-            "k" * 99,
-            1,
-            "1",
-            b"1",
-        ]
-        blocks = [
-            attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)
-        ]
+        numbers, texts = [0, -5, 1 << 80, 1], ["", "é\n", "k" * 99, "1"]
+        keys: list[Key] = [*numbers, *texts, b"", b"\0\xff" * 16, b"1"]
+        blocks = _keyed(keys)
         with self.open(len(keys)) as store:
             _write(store, blocks)
             assert _read(store, blocks) == _data(blocks)
@@ -213,9 +200,7 @@ class TierStoreTests:
     def test_any_key_serves_its_run(self) -> None:
         """A block with a key that cannot be stored is read in this run at least."""
         keys: list[Key] = ["k" * 5000, (1, "two"), None, 10**3000]
-        blocks = [
-            attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)
-        ]
+        blocks = _keyed(keys)
         with self.open() as store:
             _write(store, blocks)
             assert _read(store, blocks) == _data(blocks)
@@ -318,15 +303,14 @@ def _path(
     """Return the first blocks of a prompt, in slots from 0 on if none are given."""
     chains = [b"", *(b"%8d%8d" % (text, index) for index in range(blocks))]
     return [
-        StoredBlock(
-            slots[index] if slots else index,
-            index,
-            f"{text}-{index}",
-            chains[index + 1],
-            chains[index],
-        )
-        for index in range(blocks)
+        StoredBlock(slot, index, f"{text}-{index}", chains[index + 1], chains[index])
+        for index, slot in enumerate(slots or range(blocks))
     ]
+
+
+def _keyed(keys: list[Key]) -> list[StoredBlock]:
+    """Return the first block of a prompt for each key, in slots of their own."""
+    return [attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)]
 
 
 def _data(blocks: Sequence[StoredBlock]) -> bytes:
@@ -471,17 +455,11 @@ class TierTests(TierStoreTests, PluginTests[Tier]):
     def test_stored_blocks_are_found(self) -> None:
         """Blocks that the pool has evicted are found in the tier, and loaded."""
         traffic = _Traffic(self.make(memory=100 * _SLOT, load="always"))
-        prompts = [
-            Request(
-                id=n,
-                prompt_tokens=4 * _BLOCK + 1,
-                keys=[*range(9 * n, 9 * n + 4)],
-                key_tokens=_BLOCK,
+        for index, first in enumerate((9, 18, 27, 36, 9)):
+            keys = range(first, first + 4)
+            traffic.serve(
+                Request(id=index, prompt_tokens=4 * _BLOCK + 1, keys=keys, key_tokens=_BLOCK)
             )
-            for n in (1, 2, 3, 4, 1)
-        ]
-        for index, request in enumerate(prompts):
-            traffic.serve(attrs.evolve(request, id=index))
         loaded = traffic.level.stats.loaded
         assert (loaded, traffic.level.link.read_bytes) == (4, 4 * _SLOT)
 

@@ -218,17 +218,6 @@ def test_a_rollback_stops_at_the_kept_tokens():
     cache.check_integrity()
 
 
-def test_accounting_without_block_ids_decides_equally():
-    """Caches with and without block ids have equal free blocks and statistics."""
-    caches = [make(12, retention=Eager(6), ids=ids) for ids in (True, False)]
-    sequences = [start(cache, "abc", 14) for cache in caches]
-    for _ in range(30):
-        for cache, seq in zip(caches, sequences, strict=True):
-            grown(cache, seq, 1)
-        assert caches[0].pool.free_blocks == caches[1].pool.free_blocks
-        assert caches[0].stats == caches[1].stats
-
-
 def test_a_copy_that_fails_ends_the_use_of_the_cache():
     """If `on_compact` raises, the cache is unusable and every later call raises the error."""
 

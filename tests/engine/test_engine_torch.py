@@ -4,10 +4,9 @@ import math
 from functools import cache
 
 import pytest
-from helpers.engine import compute, decided
+from helpers.engine import compute
 from helpers.rows import write_rows
-from helpers.schedulers import scheduler_of
-from helpers.serving import Bent, ask, serve
+from helpers.serving import ask
 
 import kvcore
 from kvcore import Plugins, read_events
@@ -91,21 +90,6 @@ def test_a_crowded_server_computes_what_a_lone_request_gets(generator, backend, 
     crowded = in_fp64(requests(), generator, backend, **options)
     assert crowded.result.outputs == alone(generator, backend)
     assert crowded.result.cache.tree.evicted_blocks or crowded.of("PREEMPT")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_decisions_on_torch_are_those_of_the_simulator(backend):
-    """The decisions of a run on torch are those of the simulator."""
-    options = {"blocks": 16, "max_tokens": 8, "max_seqs": 4}
-    run = compute(
-        requests(),
-        generator=PLUGINS.build("generator", GENERATORS[0]),
-        backend=backend_of(backend),
-        scheduler="latest",
-        **options,
-    )
-    twin = serve(requests(), scheduler=scheduler_of("latest"), latency=Bent(), **options)
-    assert decided(run.trace) == decided(twin.trace)
 
 
 @pytest.mark.parametrize("lengths", [(2, 3, 1), (3, 2, 1), (5, 3, 2)])

@@ -1,12 +1,12 @@
 """Attention by FlashInfer, with a fake that computes what FlashInfer documents."""
 
 from itertools import pairwise
-from math import sqrt
 
 import pytest
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.testing.dense import attention
 from kvcore_engine.backend import TorchCPU
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
@@ -40,20 +40,17 @@ class FakeWrapper:
     def run(self, queries, cache):
         """Return the output of attention, `[sequences, heads, width]`."""
         starts, pages, last = self.table
-        scale = self.options["sm_scale"] or 1 / sqrt(WIDTH)
-        left = self.options["window_left"]
+        scale, left = self.options["sm_scale"], self.options["window_left"]
         found = []
         for row, (first, end) in enumerate(pairwise(starts)):
             length = (end - first - 1) * BLOCK + last[row]
             begin = 0 if left < 0 else max(0, length - 1 - left)
             keys, values = (
-                half[pages[first:end]].transpose(1, 2).flatten(0, 1)[begin:length].double()
+                half[pages[first:end]].transpose(1, 2).flatten(0, 1)[begin:length]
                 for half in cache
             )
-            asked = queries[row].view(KV_HEADS, GROUP, WIDTH).double()
-            weights = (torch.einsum("hgd,thd->hgt", asked, keys) * scale).softmax(-1)
-            found.append(torch.einsum("hgt,thd->hgd", weights, values).flatten(0, 1))
-        return torch.stack(found).to(queries.dtype)
+            found.append(attention(queries[row : row + 1], keys, values, scale))
+        return torch.cat(found)
 
 
 @pytest.fixture

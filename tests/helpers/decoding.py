@@ -1,11 +1,12 @@
 """Sequences with new tokens, by Triton's interpreted kernels, compared with float64."""
 
-from math import inf, nan, sqrt
+from math import nan
 
 import torch
 
 from kvcore import Plugins
 from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.testing.dense import attention
 from kvcore_engine.backend import TorchCPU
 
 TOLERANCES = {"fp32": 4e-6, "fp16": 3e-3, "bf16": 2e-2}
@@ -66,17 +67,13 @@ class Decoding:
         for sequence, (length, new) in enumerate(zip(self.lengths, self.new, strict=True)):
             read = self.backend.read(0, self.tables[sequence], length)
             keys, values = (x.double() for x in read)
-            queries = self.queries[row : row + new].double().unflatten(1, (keys.shape[1], -1))
-            scores = torch.einsum("nhgd,thd->hgnt", queries, keys)
-            scores *= 1 / sqrt(keys.shape[2]) if scale is None else scale
-            there, own = torch.arange(length), torch.arange(length - new, length)[:, None]
-            seen = there <= own
-            if window is not None:
-                seen &= (there > own - window) | (there < sinks)
-            weights = scores.masked_fill(~seen, -inf).softmax(-1)
-            expected = torch.einsum("hgnt,thd->nhgd", weights, values).flatten(1, 2)
+            queries = self.queries[row : row + new].double()
+            expected = attention(queries, keys, values, **options)
             torch.testing.assert_close(found[row : row + new].double(), expected, **close)
             if weighed:
-                summed = weights.sum((1, 2))
+                # Attention over values of which each has a dimension of its own.
+                apart = torch.eye(length).double()[:, None].expand(-1, keys.shape[1], -1)
+                weights = attention(queries, keys, apart, **options)
+                summed = weights.unflatten(1, (keys.shape[1], -1)).sum((0, 2))
                 torch.testing.assert_close(sums[sequence].double(), summed, **close)
             row += new

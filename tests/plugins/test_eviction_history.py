@@ -12,7 +12,6 @@ from helpers.requests import keyed
 from kvcore import InputError, KVCache
 from kvcore_plugins.eviction import (
     ARC,
-    LFU,
     LRU,
     LRUK,
     S3FIFO,
@@ -59,13 +58,6 @@ def test_a_policy_differs_from_lru(name):
     policy, blocks, texts, its, lrus = CONSTRUCTED[name]
     assert kept(policy(), blocks, texts) == its
     assert kept(LRU(), blocks, texts) == lrus
-
-
-def test_lruk_evicts_by_the_kth_latest_use():
-    """LRU-K evicts the span whose use before the latest is older; LFU evicts the other one."""
-    texts = ["a", "b", "b", "a", "c"]
-    assert kept(LRUK(), 2, texts) == {"|b", "|c"}
-    assert kept(LFU(half_life=float("inf")), 2, texts) == {"|a", "|c"}
 
 
 def test_lruk_counts_uses_before_an_eviction():
@@ -135,30 +127,6 @@ def test_as_many_running_requests_are_followed_as_may_run(monkeypatch):
     for text in "abcd":
         compute(cache, cache.open(ask(text)))
     assert len(cache.eviction._uses._reached) == 2
-
-
-def test_lruk_counts_a_burst_once():
-    """LRU-K counts uses within the correlated period as one use."""
-    texts = ["b", "x", "x", "b", "a", "a", "c"]
-    assert kept(LRUK(correlated=1), 2, texts) == {"|b", "|c"}
-    assert kept(LRUK(correlated=0), 2, texts) == {"|a", "|c"}
-
-
-def test_tail_lru_evicts_the_surplus_of_each_span_first():
-    """Tail-LRU evicts the surplus of each span by recency, then the least recent span."""
-    policy = TailLRU(threshold=8, unit="tokens", turn=0)
-    assert kept(policy, 9, ["abcd", "uvwxy", "123"]) == {"|ab", "|uvwx", "|123"}
-    policy = TailLRU(threshold=8, unit="tokens", turn=0)
-    assert kept(policy, 9, ["abcd", "uvwxy", "12345"]) == {"|a", "|uvw", "|12345"}
-
-
-def test_tail_lru_compares_seconds_with_the_cost_of_recomputing():
-    """Tail-LRU compares a threshold in seconds with the cost of recomputing."""
-    options = {"recompute": lambda _context, tokens: tokens / 2}
-    policy = TailLRU(threshold=2, turn=0)
-    assert kept(policy, 6, TALKS, **options) == {"|w", "|abc", "|y", "|z"}
-    policy = TailLRU(threshold=1.9, turn=0)
-    assert kept(policy, 6, TALKS, **options) == kept(LRU(), 6, TALKS)
 
 
 def test_tail_lru_measures_a_common_prefix_by_its_longest_user():

@@ -7,7 +7,6 @@ import pytest
 from helpers.caches import ask, compute, make, serve, spans
 
 from kvcore import InputError, KVCache, Request
-from kvcore.request import Retention
 from kvcore_plugins.eviction import (
     ARC,
     FIFO,
@@ -17,9 +16,7 @@ from kvcore_plugins.eviction import (
     S3FIFO,
     SIEVE,
     SLRU,
-    TTL,
     Cost,
-    Priority,
     Random,
 )
 
@@ -58,50 +55,6 @@ def test_a_policy_differs_from_lru(name):
     cache = make(blocks, LRU(), accounting="keys")
     serve(cache, *texts)
     assert set(spans(cache)) == lrus
-
-
-def test_priority_keeps_a_span_with_a_hint():
-    """`priority` keeps a span with a retention hint that LRU would evict."""
-    for policy, left in ((Priority(), {"|a", "|c"}), (LRU(), {"|b", "|c"})):
-        cache = make(2, policy)
-        serve(cache, "a", retention=(Retention(0, None, 90),))
-        serve(cache, "b", "c")
-        assert set(spans(cache)) == left
-
-
-def test_a_priority_ends_with_its_duration():
-    """`priority` evicts a span like any other once the duration of its hint is over."""
-    for now, left in ((99, {"|a", "|c"}), (100, {"|b", "|c"})):
-        cache = make(2, Priority())
-        serve(cache, "a", retention=(Retention(0, None, 90, duration=100),))
-        serve(cache, "b")
-        serve(cache, "c", now=now)
-        assert set(spans(cache)) == left
-
-
-def test_ttl_drops_an_idle_prefix():
-    """Under `ttl` an idle prefix misses although there is room; under LRU it hits."""
-    for policy, hits in ((TTL(ttl=300), 0), (LRU(), 2)):
-        cache = make(8, policy)
-        serve(cache, "abc")
-        assert cache.probe(ask("abc"), 300 * SECOND) == hits
-
-
-def test_ttl_is_refreshed_by_a_hit():
-    """A hit restarts the TTL of a prefix."""
-    cache = make(8, TTL(ttl=300))
-    serve(cache, "abc")
-    serve(cache, "abc", now=200 * SECOND)
-    assert cache.probe(ask("abc"), 499 * SECOND) == 2
-    assert cache.probe(ask("abc"), 500 * SECOND) == 0
-
-
-def test_ttl_counts_from_the_end_of_a_use():
-    """The TTL of a prefix counts from the end of a request, however long that takes."""
-    cache = make(8, TTL(ttl=300))
-    seq = compute(cache, cache.open(ask("abc")))
-    cache.close(seq, 1_000 * SECOND)
-    assert cache.probe(ask("abc"), 1_299 * SECOND) == 2
 
 
 def test_random_depends_only_on_the_seed_and_differs_from_lru():
@@ -167,18 +120,6 @@ def test_lfu_weights_do_not_overflow_in_a_year():
         serve(cache, "b", now=year + SECOND)
         serve(cache, "c", now=year + 2 * SECOND)
         assert set(spans(cache)) == left
-
-
-def test_cost_outweighs_old_hits_with_time():
-    """Under `cost` old hits are outweighed in the end, since each victim raises the clock.
-
-    At first they keep a span that LRU would evict.
-    """
-    cache = make(3, Cost(), accounting="keys")
-    serve(cache, "a", "a", "a", *"bcd")
-    assert "|a" in spans(cache)
-    serve(cache, *"efghijklmnop")
-    assert "|a" not in spans(cache)
 
 
 def test_options_are_checked_in_code_too():

@@ -287,13 +287,6 @@ def test_prefill_is_weighed_by_the_header_or_the_default(file):
     assert small.summary().categories["compulsory"].seconds == small.cost(0, 8)
 
 
-def test_the_losses_of_a_run_add_up_to_its_missed_tokens(file):
-    """The losses of a run with forks, copies and rollbacks add up to its missed tokens."""
-    summary = explain(record(file)).summary()
-    tokens = sum(lost.tokens for lost in summary.categories.values())
-    assert tokens == summary.missed_tokens == summary.prompt_tokens - summary.hit_tokens
-
-
 def test_victims_and_beneficiaries_are_ranked_by_lost_tokens(file):
     """Victims and beneficiaries of evictions are ranked by the tokens that were lost.
 

@@ -5,25 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers import traces
 
-from kvcore import KVCache, TraceError
-from kvcore.cache import Residency
-from kvcore_plugins.eviction import LRU
-from kvcore_plugins.prefix import Radix
+from kvcore import TraceError
 from kvcore_replay.state.residency import rebuild_residency as residency
-
-
-def test_statistics_of_a_trace_equal_those_of_its_run(tmp_path):
-    """The statistics rebuilt from a trace equal those of its run.
-
-    The run has switches, forks, rollbacks and splits.
-    """
-    cache = KVCache(8, traces.BLOCK, eviction=LRU(), prefix=Radix(), ids=True)
-    cache.tree.residency = seen = Residency(8)
-    traces.drive(cache)
-    found = residency(traces.record(tmp_path / "run.jsonl"))
-    assert found.as_dict() == seen.as_dict()
-    assert seen.age_at_hit.weight
-    assert seen.evicted_blocks["capacity"]
 
 
 @pytest.mark.parametrize("event", ["HIT", "EVICT", "SPLIT", "COMMIT"])

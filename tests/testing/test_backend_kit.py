@@ -2,7 +2,7 @@
 
 import attrs
 import pytest
-from helpers.faults import run_test
+from helpers.faults import faulty, run_test
 from helpers.seeds import FewSeeds
 
 torch = pytest.importorskip("torch", reason="the backends here keep K/V in torch tensors")
@@ -70,21 +70,21 @@ def test_tensors_of_another_library_are_read_by_numbers(test):
     run_test(WrappedTests, Wrapped, test, 0, dtype="fp32")
 
 
-class Wide(TorchCPU):
-    """A backend whose attention window is one token too wide."""
+def attending(fault, **options):
+    """Return a backend with a fault: that of each option is what a function makes of it."""
 
-    def attend(self, layer, plan, queries, *, scale=None, window=None, sinks=0):
-        """Attend to one token more."""
-        wider = window and window + 1
-        return super().attend(layer, plan, queries, scale=scale, window=wider, sinks=sinks)
+    def attend(*given, **asked):
+        changed = {name: change(asked.get(name)) for name, change in options.items()}
+        return TorchCPU.attend(*given, **asked | changed)
+
+    return faulty(fault, TorchCPU, attend=attend)
 
 
-class Unscaled(TorchCPU):
-    """A backend that ignores the scale of attention."""
-
-    def attend(self, layer, plan, queries, *, scale=None, window=None, sinks=0):
-        """Attend with the default scale."""
-        return super().attend(layer, plan, queries, window=window, sinks=sinks)
+Wide = attending(
+    "A backend whose attention window is one token too wide.",
+    window=lambda window: window and window + 1,
+)
+Unscaled = attending("A backend that ignores the scale of attention.", scale=lambda _: None)
 
 
 class Interleaved(TorchCPU):
@@ -97,12 +97,11 @@ class Interleaved(TorchCPU):
         return super().attend(layer, plan, mixed, **options)
 
 
-class Rough(TorchCPU):
-    """A backend whose attention has the precision of fp32 in every dtype."""
-
-    def attend(self, layer, plan, queries, **options):
-        """Attend, and round the output to fp32."""
-        return super().attend(layer, plan, queries, **options).float().to(queries.dtype)
+Rough = faulty(
+    "A backend whose attention has the precision of fp32 in every dtype.",
+    TorchCPU,
+    attend=lambda *given, **options: TorchCPU.attend(*given, **options).float().double(),
+)
 
 
 class Shallow(TorchCPU):
@@ -141,12 +140,11 @@ class Hasty(TorchCPU):
             self.copy_blocks([pair])
 
 
-class Sloppy(TorchCPU):
-    """A backend that fills all blocks, whichever are given."""
-
-    def fill(self, value, blocks=None):
-        """Fill every block."""
-        super().fill(value)
+Sloppy = faulty(
+    "A backend that fills all blocks, whichever are given.",
+    TorchCPU,
+    fill=lambda self, value, *_: TorchCPU.fill(self, value),
+)
 
 
 class Sharing(TorchCPU):
@@ -158,12 +156,11 @@ class Sharing(TorchCPU):
         return tuple(part.blocks[table[0]].transpose(0, 1)[:tokens] for part in parts)
 
 
-class Modest(TorchCPU):
-    """A backend that reports no allocated memory."""
-
-    def memory(self):
-        """Return a report of 0 bytes."""
-        return DeviceMemory(0, None, None)
+Modest = faulty(
+    "A backend that reports no allocated memory.",
+    TorchCPU,
+    memory=lambda _: DeviceMemory(0, None, None),
+)
 
 
 class Greedy(TorchCPU):
@@ -178,12 +175,13 @@ class Greedy(TorchCPU):
         self.layout = layout
 
 
-class Floating(TorchCPU):
-    """A backend that gives integers the dtype of the layout."""
-
-    def tensor(self, data, dtype=None):
-        """Return a tensor of numbers with a fraction."""
-        return super().tensor(data, dtype or self.layout.dtype)
+Floating = faulty(
+    "A backend that gives integers the dtype of the layout.",
+    TorchCPU,
+    tensor=lambda self, data, dtype=None: TorchCPU.tensor(
+        self, data, dtype or self.layout.dtype
+    ),
+)
 
 
 class Careless(TorchCPU):

@@ -1,7 +1,7 @@
 """The conformance tests of codecs fail each wrong codec in the test about its fault."""
 
 import pytest
-from helpers.faults import run_test
+from helpers.faults import faulty, run_test
 
 from kvcore.testing import CodecTests
 
@@ -39,28 +39,21 @@ class Mixed(INT8):
         )
 
 
-class Neighbourly(INT4):
-    """A codec that codes keys by channel, and declares that tokens are coded alone."""
-
-    def by_token(self, part):
-        """Return True, which is wrong for keys."""
-        return True
-
-
-class Forgetful(INT8):
-    """A codec that stores NaN as 0."""
-
-    def encode(self, part, rows):
-        """Encode the rows with NaN replaced by 0."""
-        return super().encode(part, rows.nan_to_num(0))
-
-
-class Small(INT8):
-    """A codec that stores infinity as 0."""
-
-    def encode(self, part, rows):
-        """Encode the rows with infinity replaced by 0."""
-        return super().encode(part, torch.where(rows.isinf(), 0, rows))
+Neighbourly = faulty(
+    "A codec that codes keys by channel, and declares that tokens are coded alone.",
+    INT4,
+    by_token=lambda *_: True,
+)
+Forgetful = faulty(
+    "A codec that stores NaN as 0.",
+    INT8,
+    encode=lambda self, part, rows: INT8.encode(self, part, rows.nan_to_num(0)),
+)
+Small = faulty(
+    "A codec that stores infinity as 0.",
+    INT8,
+    encode=lambda self, part, rows: INT8.encode(self, part, rows.where(~rows.isinf(), 0)),
+)
 
 
 class Level(INT8):
@@ -73,12 +66,11 @@ class Level(INT8):
         return torch.where(greatest > 1e4, greatest, rows)
 
 
-class Shifted(KIVI):
-    """A codec that decodes 0 to another number."""
-
-    def decode(self, part, planes):
-        """Return the decoded numbers plus 0.001."""
-        return super().decode(part, planes) + 1e-3
+Shifted = faulty(
+    "A codec that decodes 0 to another number.",
+    KIVI,
+    decode=lambda *given: KIVI.decode(*given) + 1e-3,
+)
 
 
 class Bounded(CodecTests):

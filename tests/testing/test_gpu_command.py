@@ -197,8 +197,7 @@ def test_an_unwritable_document_is_refused_before_any_part(monkeypatch, tmp_path
 @pytest.mark.slow
 def test_decode_steps_are_measured_after_their_tokens_are_compared(tmp_path):
     """Steps of two batch sizes are measured; a backend without graphs says so."""
-    run = gpu._steps("--quick")
-    ok, summary, details = run("torch-cpu", tmp_path, 60.0)
+    ok, summary, details = gpu._steps(["--quick"], "torch-cpu", tmp_path, 60.0)
     assert (ok, summary) == (True, "2 of 2 batch sizes have equal tokens")
     assert all("has no option 'graphs'" in row["note"] for row in details["rows"])
 
@@ -219,7 +218,7 @@ def test_steps_with_graphs_have_the_tokens_of_those_without():
 def test_tests_that_would_begin_too_late_are_told(monkeypatch, tmp_path):
     """Where the time of a part is up, its tests are skipped, and it has not passed."""
     monkeypatch.setattr(gpu, "time", lambda: 0.0)
-    ok, summary, details = gpu._tests("room")("torch-cpu", tmp_path, 60.0)
+    ok, summary, details = gpu._tests("room", "torch-cpu", tmp_path, 60.0)
     assert not ok
     assert summary == "0 passed, 0 failed, 1 skipped, 1 of them since no time was left"
     assert details["late"] == 1
@@ -228,6 +227,5 @@ def test_tests_that_would_begin_too_late_are_told(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_tests_of_the_device_run_in_a_process_of_their_own(tmp_path):
     """The device's tests run in a process of their own, without the checkout's settings."""
-    run = gpu._tests("room")
-    ok, summary, _ = run("torch-cpu", tmp_path, 60.0)
+    ok, summary, _ = gpu._tests("room", "torch-cpu", tmp_path, 60.0)
     assert (ok, summary) == (True, "1 passed, 0 failed, 0 skipped")

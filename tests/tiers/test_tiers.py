@@ -121,27 +121,6 @@ def test_blocks_evicted_in_a_jump_are_stored_at_the_time_of_their_step(traced):
     assert [span.created for span in level_of(run).tree.spans()] == [1170]
 
 
-def test_write_through_stores_blocks_at_commit():
-    """With write=through blocks are stored at commit, and an eviction moves nothing."""
-    run = serve(
-        shared(*ROTATION), blocks=9, latency=Slow(),
-        tiers=(f"host:memory=1MB,write=through,{FAST}",),
-    )  # fmt: skip
-    moves = [line for line in run.lines if line["event"] == "OFFLOAD"]
-    assert [(line["request"], line["blocks"]) for line in moves] == [(0, 4), (1, 4), (2, 4)]
-    assert list(run.result.log.loaded) == [0, 0, 0, 16, 16, 16]
-
-
-@pytest.mark.parametrize(("uses", "stored"), [(1, 4), (2, 4), (3, 0)])
-def test_write_n_stores_blocks_after_n_hits(uses, stored):
-    """With write=n blocks are stored once n requests have hit them."""
-    run = serve(
-        shared((1, 4), (1, 4), (1, 4)), blocks=9, latency=Slow(),
-        tiers=(f"host:memory=1MB,write={uses},{FAST}",),
-    )  # fmt: skip
-    assert stats(run, "stored") == (stored,)
-
-
 def test_victims_of_a_tier_move_to_the_next_tier():
     """Blocks that the host evicts move to the disk and are loaded from there."""
     tiers = (f"host:memory={4 * SLOT},{FAST}", f"disk:memory=1MB,{FAST}")
@@ -181,28 +160,6 @@ def test_blocks_that_a_tier_stores_again_are_used_again(policy):
         level.store(span, 4, now, None)
     (stored,) = (s for s in level.tree.spans() if s.path_keys[0] == second.path_keys[0])
     assert USED_AGAIN[policy](level.eviction, stored)
-
-
-def test_loaded_blocks_leave_an_exclusive_level():
-    """With keep=exclusive a loaded block leaves its level; with keep=inclusive it stays."""
-    for keep, moved in (("exclusive", 4), ("inclusive", None)):
-        run = serve(
-            shared(*ROTATION[:4]), blocks=9, latency=Slow(),
-            tiers=(f"host:memory=1MB,keep={keep},{FAST}",),
-        )  # fmt: skip
-        assert level_of(run).stats.dropped.get("moved") == moved
-
-
-def test_a_level_with_load_never_is_skipped():
-    """A level with load=never is skipped, and blocks are loaded from the level below it."""
-    tiers = (
-        f"host:memory=1MB,write=through,load=never,{FAST}",
-        f"disk:memory=1MB,write=through,{FAST}",
-    )
-    run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=tiers)
-    assert list(run.result.log.loaded)[3:] == [16, 16, 16]
-    assert stats(run, "loads") == (0,)
-    assert stats(run, "loads", number=1) == (3,)
 
 
 def test_a_write_that_would_wait_too_long_is_skipped():

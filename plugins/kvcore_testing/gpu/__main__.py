@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -130,11 +131,11 @@ def _run_parts(
     document = _document(backend, parts, out)
     brief = ["--quick"] if quick else []
     runs = {
-        "conformance": _tests("TestConformance"),
-        "twin": _tests("test_twin"),
-        "check": _bench("--check", "--quick"),
-        **{part: _bench("--only", only, *brief) for part, only in OPERATIONS.items()},
-        "steps": _steps(*brief),
+        "conformance": partial(_tests, "TestConformance"),
+        "twin": partial(_tests, "test_twin"),
+        "check": partial(_bench, ["--check", "--quick"]),
+        **{part: partial(_bench, ["--only", of, *brief]) for part, of in OPERATIONS.items()},
+        "steps": partial(_steps, brief),
     }
     with TemporaryDirectory() as folder:
         for name, run in runs.items():
@@ -187,7 +188,10 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(msg)
 
 
-Run = Callable[[str, Path, float], tuple[bool, str, dict[str, Any]]]
+Outcome = tuple[bool, str, dict[str, Any]]
+"""Whether a part has passed, its result in a line, and further ones."""
+
+Run = Callable[[str, Path, float], Outcome]
 """Runs a part in processes of its own: a fault of a GPU ends them, and nothing else."""
 
 
@@ -206,110 +210,96 @@ def _part(name: str, run: Run, backend: str, folder: Path, limit: float) -> Part
     return Part(name, ok, summary, round(monotonic() - begun, 1), details)
 
 
-def _tests(chosen: str) -> Run:
-    """Return a function that runs the tests of `device_tests` with `chosen` in their names."""
-
-    def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
-        report = folder / f"{chosen}.xml"
-        command = [
-            *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--noconftest"),
-            *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)),
-            *("--pyargs", "kvcore_testing.gpu.device_tests", "-k", chosen),
-            f"--junitxml={report}",
-        ]
-        workers = min(WORKERS, cpus() // 2)
-        if workers > 1 and find_spec("xdist"):
-            command += ["-n", str(workers)]
-        until = str(time() + limit - min(WIND_UP, limit / 4))
-        variables = {BACKEND: backend, OTHER: "torch-cpu", UNTIL: until}
-        done = _run(command, limit, variables, folder)
-        if not report.exists():
-            return False, f"pytest exited with {done.returncode}", {"output": _end(done.stdout)}
-        suite = next(ET.parse(report).getroot().iter("testsuite"))  # noqa: S314 - our own file
-        counts = {
-            name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
-        }
-        failed = [
-            f"{case.get('classname')}.{case.get('name')}"
-            for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
-        ]
-        passed = counts["tests"] - len(failed) - counts["skipped"]
-        summary = f"{passed} passed, {len(failed)} failed, {counts['skipped']} skipped"
-        late = sum(LATE in case.get("message", "") for case in suite.iter("skipped"))
-        if late:
-            summary += f", {late} of them since no time was left"
-        details = {**counts, "failed": failed, "late": late}
-        if failed:
-            details["output"] = _end(done.stdout)
-        return not failed and not late and passed > 0, summary, details
-
-    return run
+def _tests(chosen: str, backend: str, folder: Path, limit: float) -> Outcome:
+    """Run the tests of `device_tests` with `chosen` in their names."""
+    report = folder / f"{chosen}.xml"
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--noconftest"),
+        *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)),
+        *("--pyargs", "kvcore_testing.gpu.device_tests", "-k", chosen),
+        f"--junitxml={report}",
+    ]
+    workers = min(WORKERS, cpus() // 2)
+    if workers > 1 and find_spec("xdist"):
+        command += ["-n", str(workers)]
+    until = str(time() + limit - min(WIND_UP, limit / 4))
+    variables = {BACKEND: backend, OTHER: "torch-cpu", UNTIL: until}
+    done = _run(command, limit, variables, folder)
+    if not report.exists():
+        return False, f"pytest exited with {done.returncode}", {"output": _end(done.stdout)}
+    suite = next(ET.parse(report).getroot().iter("testsuite"))  # noqa: S314 - our own file
+    counts = {
+        name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+    }
+    failed = [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    passed = counts["tests"] - len(failed) - counts["skipped"]
+    summary = f"{passed} passed, {len(failed)} failed, {counts['skipped']} skipped"
+    late = sum(LATE in case.get("message", "") for case in suite.iter("skipped"))
+    if late:
+        summary += f", {late} of them since no time was left"
+    details = {**counts, "failed": failed, "late": late}
+    if failed:
+        details["output"] = _end(done.stdout)
+    return not failed and not late and passed > 0, summary, details
 
 
-def _bench(*options: str) -> Run:
-    """Return a function that runs `kvcore bench gpu` with options."""
+def _bench(options: Sequence[str], backend: str, folder: Path, limit: float) -> Outcome:
+    """Run `kvcore bench gpu` with options."""
+    out = folder / "bench.json"
+    out.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "kvcore", "bench", "gpu", "--backend", backend),
+        *("--deadline", str(limit - min(WIND_UP, limit / 2)), "--out", str(out), *options),
+    ]
+    done = _run(command, limit, {}, folder)
+    if not out.exists():
+        summary = f"kvcore bench exited with {done.returncode}"
+        return False, summary, {"output": _end(done.stdout)}
+    document = json.loads(out.read_bytes())
+    rows = document["rows"]
+    wrong = document["wrong"]
+    aimed = [row for row in rows if row["reached"] is not None]
+    reached = sum(1 for row in aimed if row["reached"])
+    late = sum(row["note"].startswith(UNMEASURED) for row in rows)
+    summary = f"{len(rows)} rows, {wrong} wrong"
+    if late:
+        summary += f", {late} not measured in time"
+    if aimed:
+        summary += f", {reached} of {len(aimed)} targets reached"
+    checks = "--check" in options
+    if not checks:
+        print(done.stdout, flush=True)  # noqa: T201
+    # What is not measured is no fault; what is not checked may be one.
+    ok = done.returncode == 0 and not wrong and late < (1 if checks else len(rows))
+    return ok, summary, {"document": document}
 
-    def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
-        out = folder / "bench.json"
-        out.unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "kvcore", "bench", "gpu", "--backend", backend),
-            *("--deadline", str(limit - min(WIND_UP, limit / 2)), "--out", str(out), *options),
-        ]
-        done = _run(command, limit, {}, folder)
+
+def _steps(options: Sequence[str], backend: str, folder: Path, limit: float) -> Outcome:
+    """Measure decode steps with graphs and without."""
+    out = folder / "steps.json"
+    command = [sys.executable, "-m", "kvcore_testing.gpu.steps", backend, str(out)]
+    try:
+        done = _run([*command, *options], limit, {}, folder)
+    except subprocess.TimeoutExpired:
         if not out.exists():
-            summary = f"kvcore bench exited with {done.returncode}"
-            return False, summary, {"output": _end(done.stdout)}
-        document = json.loads(out.read_bytes())
-        rows = document["rows"]
-        wrong = document["wrong"]
-        aimed = [row for row in rows if row["reached"] is not None]
-        reached = sum(1 for row in aimed if row["reached"])
-        late = sum(row["note"].startswith(UNMEASURED) for row in rows)
-        summary = f"{len(rows)} rows, {wrong} wrong"
-        if late:
-            summary += f", {late} not measured in time"
-        if aimed:
-            summary += f", {reached} of {len(aimed)} targets reached"
-        checks = "--check" in options
-        if not checks:
-            print(done.stdout, flush=True)  # noqa: T201
-        # What is not measured is no fault; what is not checked may be one.
-        ok = done.returncode == 0 and not wrong and late < (1 if checks else len(rows))
-        return ok, summary, {"document": document}
-
-    return run
-
-
-def _steps(*options: str) -> Run:
-    """Return a function that measures decode steps with graphs and without."""
-
-    def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
-        out = folder / "steps.json"
-        command = [sys.executable, "-m", "kvcore_testing.gpu.steps", backend, str(out)]
-        try:
-            done = _run([*command, *options], limit, {}, folder)
-        except subprocess.TimeoutExpired:
-            if not out.exists():
-                raise
-            done = None
-        if not out.exists():
-            assert done is not None
-            return False, f"exited with {done.returncode}", {"output": _end(done.stdout)}
-        rows = json.loads(out.read_bytes())["rows"]
-        summary = (
-            f"{sum(row['ok'] for row in rows)} of {len(rows)} batch sizes have equal tokens"
+            raise
+        done = None
+    if not out.exists():
+        assert done is not None
+        return False, f"exited with {done.returncode}", {"output": _end(done.stdout)}
+    rows = json.loads(out.read_bytes())["rows"]
+    summary = f"{sum(row['ok'] for row in rows)} of {len(rows)} batch sizes have equal tokens"
+    if any("replayed_us" in row for row in rows):
+        first = rows[0]
+        summary += (
+            f"; at {first['sequences']} a step takes {first['replayed_us']:.0f} us with "
+            f"graphs, {first['launched_us']:.0f} without"
         )
-        if any("replayed_us" in row for row in rows):
-            first = rows[0]
-            summary += (
-                f"; at {first['sequences']} a step takes {first['replayed_us']:.0f} us with "
-                f"graphs, {first['launched_us']:.0f} without"
-            )
-        return done is not None and not done.returncode, summary, {"rows": rows}
-
-    return run
+    return done is not None and not done.returncode, summary, {"rows": rows}
 
 
 def _run(

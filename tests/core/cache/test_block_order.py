@@ -25,10 +25,3 @@ def test_victims_are_evicted_from_their_tails():
     cache = make(6)
     serve(cache, "abc", "xyz")
     assert table(cache, cache.open(ask("mnopq"))) == [2, 1, 0, 5, 4]
-
-
-def test_a_parent_is_evicted_after_its_children():
-    """A parent is evicted only after its children."""
-    cache = make(6)
-    serve(cache, "ab", "abcd", "abxy")
-    assert table(cache, cache.open(ask("mnopqr"))) == [3, 2, 5, 4, 1, 0]

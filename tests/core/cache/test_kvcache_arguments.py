@@ -213,26 +213,6 @@ def test_forks_are_no_admissions():
     assert weights[0] == weights[1]
 
 
-class Numberless(ScoreEviction):
-    """A policy whose score is NaN."""
-
-    name = "numberless"
-
-    def score(self, span, now):
-        """Return NaN."""
-        return float("nan")
-
-
-def test_a_score_of_nan_is_refused():
-    """A score of NaN raises PolicyError that names the plugin and the method."""
-    cache = make(4, Numberless())
-    seq = compute(cache, cache.open(ask("ab")))
-    with pytest.raises(
-        PolicyError, match=r"'numberless' .*on_release\(\): score\(\) .* is nan"
-    ):
-        cache.close(seq)
-
-
 class Broken(ScoreEviction):
     """A policy whose score divides by zero."""
 

@@ -247,16 +247,6 @@ def test_two_sequences_compute_the_same_prompt():
     assert pins(cache) == {"|abc": 2}
 
 
-def test_two_sequences_in_turns_build_one_path():
-    """Of two equal sequences the first to commit stores a block, and the other switches."""
-    cache = make()
-    one, two = cache.open(ask("abcd")), cache.open(ask("abcd"))
-    for seq in (one, two, two, one):
-        compute(cache, seq, BLOCK)
-    assert table(cache, one)[:2] == table(cache, two)[:2] == [0, 5]
-    assert pins(cache) == {"|a": 2, "a|b": 2}
-
-
 def test_a_switch_splits_where_prompts_diverge():
     """A commit that diverges inside a span splits it, and adds the rest as a child."""
     cache = make(12)
@@ -415,34 +405,6 @@ def test_recompute_seconds_are_of_the_tail_block():
     cache = make(recompute=lambda context, tokens: 1000.0 * context + tokens)
     serve(cache, "abc")
     assert spans(cache)["|abc"].recompute_seconds == 1000.0 * 2 * BLOCK + BLOCK
-
-
-def test_coarse_keys_diverge_at_key_borders():
-    """With 3 blocks per key, a commit switches as far as whole keys agree."""
-    cache = make(24, key_tokens=3 * BLOCK)
-    one = cache.open(ask("ab", key_tokens=3 * BLOCK))
-    two = cache.open(ask("ax", key_tokens=3 * BLOCK))
-    compute(cache, one)
-    compute(cache, two, 4 * BLOCK)
-    assert {(span.start, span.end, span.ref_count) for span in cache.tree.spans()} == {
-        (0, 3, 2),
-        (3, 6, 1),
-        (3, 4, 1),
-    }
-
-
-def test_coarse_keys_switch_inside_a_key():
-    """A switch may end inside a key, where it splits the other span."""
-    cache = make(24, key_tokens=3 * BLOCK)
-    one, two = (cache.open(ask("ab", key_tokens=3 * BLOCK)) for _ in range(2))
-    compute(cache, one)
-    compute(cache, two, 4 * BLOCK)
-    compute(cache, two)
-    assert table(cache, one) == table(cache, two)
-    assert {(span.start, span.end, span.ref_count) for span in cache.tree.spans()} == {
-        (0, 4, 2),
-        (4, 6, 2),
-    }
 
 
 def test_close_keeps_committed_blocks():

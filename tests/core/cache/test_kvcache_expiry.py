@@ -32,26 +32,6 @@ def expiries(cache):
     return {text: span.expires for text, span in spans(cache).items()}
 
 
-def test_a_span_matches_until_it_expires(cache):
-    """A span matches before its `expires`, and no longer at that time."""
-    serve(cache, "abc", now=0)
-    assert cache.probe(ask("abcd"), now=9) == 3
-    assert cache.probe(ask("abcd"), now=10) == 0
-
-
-def test_a_match_stops_at_the_first_expired_span(cache):
-    """A match stops at the first expired span; the blocks before it hit."""
-    serve(cache, "abcd", now=0)
-    serve(cache, "abx", now=5)
-    assert cache.probe(ask("abcde"), now=12) == 2
-
-
-def test_a_pinned_span_does_not_expire(cache):
-    """A span that a sequence uses matches after its expiry time."""
-    start(cache, "abc", now=0)
-    assert cache.probe(ask("abcd"), now=99) == 3
-
-
 def test_open_drops_expired_spans(cache):
     """`open` drops an expired span with its subtree, and counts it as expired, not evicted."""
     serve(cache, "abc", "abcde", "abcxy", now=0)
@@ -59,30 +39,6 @@ def test_open_drops_expired_spans(cache):
     cache.check_integrity()
     assert spans(cache) == {}
     assert (cache.tree.evicted_blocks, cache.tree.expired_blocks) == (0, 7)
-
-
-def test_open_drops_before_it_allocates(cache):
-    """`open` reuses the blocks of the expired spans of its prompt, and evicts no others."""
-    serve(cache, "abcdefgh", now=0)
-    serve(cache, "mnop", now=45)
-    cache.open(ask("abcxyzuv"), now=50)
-    assert pins(cache) == {"|mnop": 0}
-    assert cache.tree.evicted_blocks == 0
-
-
-def test_open_leaves_other_expired_spans_alone(cache):
-    """`open` drops only the expired spans of its own prompt."""
-    serve(cache, "abc", "xyz", now=0)
-    cache.open(ask("abc"), now=50)
-    assert pins(cache) == {"|xyz": 0}
-
-
-def test_an_expired_span_beyond_the_hit_limit_stays(cache):
-    """`open` keeps an expired span that lies beyond the hit limit."""
-    serve(cache, "abcd", now=0)
-    serve(cache, "abx", now=5)
-    cache.open(ask("ab", 2 * BLOCK + 1), now=12)
-    assert "ab|cd" in spans(cache)
 
 
 def test_a_refused_open_drops_nothing(cache):

@@ -5,11 +5,9 @@ from helpers.caches import (
     BLOCK,
     Lines,
     Recorded,
-    ask,
     make,
     serve,
     start,
-    table,
 )
 
 from kvcore import InputError, OutOfBlocks
@@ -24,19 +22,6 @@ def test_blocks_follow_tokens(tokens, blocks):
     assert (seq.tokens, seq.blocks) == (BLOCK + 2 + tokens, blocks)
     assert cache.pool.free_blocks == 8 - blocks
     cache.check_integrity()
-
-
-def test_extending_twice_is_extending_once():
-    """Several calls of `extend` allocate the same blocks as one of their sum."""
-    tables = []
-    for steps in ([11], [1, 4, 6], [5, 0, 6]):
-        cache = make(6)
-        serve(cache, "lm", "xyz")
-        seq = cache.open(ask("a"))
-        for tokens in steps:
-            cache.extend(seq, tokens)
-        tables.append(table(cache, seq))
-    assert tables[0] == tables[1] == tables[2] == [5, 1, 0, 4]
 
 
 def test_a_refused_extension_changes_nothing(snapshot):

@@ -75,34 +75,6 @@ def test_the_writer_gets_the_copy(cache):
     cache.check_integrity()
 
 
-def test_the_last_owner_writes_in_place(cache):
-    """The last owner of a block writes into it without a copy."""
-    seq = start(cache, "ab", BLOCK + HALF)
-    child, third = cache.fork(seq), cache.fork(seq)
-    cache.extend(child, 1)
-    cache.close(third)
-    free = cache.pool.free_blocks
-    cache.extend(seq, 1)
-    assert (table(cache, seq), cache.pool.free_blocks) == ([0, 1], free)
-
-
-def test_a_full_tail_is_not_copied(cache):
-    """An extension after a full shared block copies nothing."""
-    seq = generate(cache, start(cache, "a"), BLOCK)
-    child = cache.fork(seq)
-    cache.extend(child, 1)
-    assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 1, 2])
-    cache.check_integrity()
-
-
-def test_extending_by_nothing_copies_nothing(cache):
-    """An extension by 0 tokens copies nothing."""
-    seq = start(cache, "ab", BLOCK + HALF)
-    child = cache.fork(seq)
-    cache.extend(child, 0)
-    assert table(cache, child) == [0, 1]
-
-
 def test_the_copy_counts_as_a_block_needed(snapshot):
     """The copy of a shared block counts as a block that the extension needs."""
     cache = make(3)
@@ -304,16 +276,6 @@ def test_fork_in_the_middle_of_a_prompt(cache):
     }
 
 
-def test_siblings_diverge_after_a_rollback(cache):
-    """A shared block that a sibling has rolled back into is copied when it writes there."""
-    seq = generate(cache, start(cache, "a"), 2 * BLOCK)
-    child = cache.fork(seq)
-    cache.rollback(child, BLOCK + 1)
-    cache.extend(child, 2)
-    assert (table(cache, seq), table(cache, child)) == ([0, 1, 2], [0, 3, 4])
-    cache.check_integrity()
-
-
 def test_the_first_fork_gives_ids_to_a_cache_without_ids():
     """The first fork of a cache without block ids gives an id to every block in use."""
     cache = make(12, ids=False)
@@ -327,25 +289,6 @@ def test_the_first_fork_gives_ids_to_a_cache_without_ids():
     cache.extend(child, 1)
     assert table(cache, child) != table(cache, seq)
     cache.check_integrity()
-
-
-def test_a_cache_without_ids_decides_the_same_around_a_fork():
-    """Caches with and without block ids decide the same before and after a fork."""
-    seen = []
-    for ids in (True, False):
-        cache = make(7, ids=ids)
-        serve(cache, "abcd", "xy")
-        seq = start(cache, "abm", 3 * BLOCK)
-        child = cache.fork(seq)
-        generate(cache, child, 5)
-        generate(cache, seq, 2)
-        cache.close(seq)
-        serve(cache, "lm")
-        cache.close(child)
-        seen.append(
-            (pins(cache), cache.pool.free_blocks, cache.tree.evicted_blocks, cache.stats)
-        )
-    assert seen[0] == seen[1]
 
 
 def test_fork_without_a_prefix_cache():

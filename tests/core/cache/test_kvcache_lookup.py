@@ -1,4 +1,4 @@
-"""Lookup: how many blocks hit under both accountings, and the effects of a hit."""
+"""Lookup: what a hit splits, pins and counts, and what a resumed request may hit."""
 
 import pytest
 from helpers.caches import BLOCK, Recorded, ask, compute, make, pins, serve, spans, start, table
@@ -15,28 +15,12 @@ def test_a_shared_prefix_hits():
     assert table(cache, seq) == [0, 1, 3]
 
 
-def test_keys_accounting_hits_the_whole_prompt():
-    """In `keys` accounting all blocks of a fully cached prompt hit."""
-    cache = make(accounting="keys")
-    serve(cache, "abc")
-    seq = cache.open(ask("abc", 1))
-    assert (seq.hit_blocks, seq.private_blocks) == (3, 0)
-
-
 def test_divergence_inside_a_span_splits_it():
     """A hit of part of a span splits it, and pins only the upper half."""
     cache = make()
     serve(cache, "abcd")
     cache.open(ask("abxy"))
     assert pins(cache) == {"|ab": 1, "ab|cd": 0}
-
-
-@pytest.mark.parametrize("stop", range(1, 9))
-def test_divergence_is_found_after_any_block(stop):
-    """Divergence is found after any block of a span."""
-    cache = make(20)
-    serve(cache, "abcdefghi")
-    assert cache.probe(ask("abcdefghi"[:stop] + "xyz")) == stop
 
 
 def test_a_hit_that_ends_by_the_limit_splits():
@@ -54,15 +38,6 @@ def test_a_match_goes_down_several_spans():
     seq = cache.open(ask("abcdefg"))
     assert seq.hit_blocks == 6
     assert pins(cache) == {"|ab": 1, "ab|c": 1, "abc|d": 1, "abcd|ef": 1, "abc|x": 0}
-
-
-def test_probe_is_pure(snapshot):
-    """`probe` returns the hit and changes nothing."""
-    cache = make(4)
-    serve(cache, "abc", "x")
-    before = snapshot(cache)
-    assert cache.probe(ask("abxy"), now=99) == 2
-    assert snapshot(cache) == before
 
 
 def test_a_hit_is_an_access():
@@ -119,37 +94,6 @@ def test_without_lookups_every_ratio_is_null():
     serve(cache, "")
     cache.open(ask("", 9))
     assert cache.stats.ratios() == {"block": None, "token": None, "request": None}
-
-
-def test_coarse_keys_hit_by_the_block():
-    """With 3 blocks per key a hit may end inside a key; divergence is at key borders."""
-    cache = make(20, key_tokens=3 * BLOCK)
-    serve(cache, "abc", key_tokens=3 * BLOCK)
-    longer = ask("abc", 7 * BLOCK + 1, key_tokens=3 * BLOCK)
-    seq = cache.open(longer)
-    assert (seq.hit_blocks, seq.private_blocks) == (7, 1)
-    assert cache.probe(ask("abx", key_tokens=3 * BLOCK)) == 6
-    cache.check_integrity()
-
-
-def test_a_span_that_ends_inside_a_key_is_continued():
-    """A span trimmed inside a key is found, and continued under the same key."""
-    cache = make(6, key_tokens=3 * BLOCK)
-    serve(cache, "ab", key_tokens=3 * BLOCK)
-    serve(cache, "x", tokens=2 * BLOCK, key_tokens=3 * BLOCK)
-    assert cache.probe(ask("abc", key_tokens=3 * BLOCK)) == 4
-    serve(cache, "ab", key_tokens=3 * BLOCK)
-    cache.check_integrity()
-    assert cache.probe(ask("abc", key_tokens=3 * BLOCK)) == 6
-    assert cache.probe(ask("axy", key_tokens=3 * BLOCK)) == 3
-
-
-def test_a_block_of_several_keys_matches_by_its_last_key():
-    """With two keys per block, a block matches by its second key."""
-    cache = make(8, key_tokens=BLOCK // 2)
-    serve(cache, "abcdef", key_tokens=BLOCK // 2)
-    assert cache.probe(ask("abcdxy", key_tokens=BLOCK // 2)) == 2
-    assert cache.probe(ask("abcxyz", key_tokens=BLOCK // 2)) == 1
 
 
 def test_keys_of_another_size_are_refused():

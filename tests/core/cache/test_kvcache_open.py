@@ -1,29 +1,11 @@
-"""Admission: the pinned, evicted and allocated blocks, and refusals that change nothing."""
+"""Admission: its hooks, its trace, and refusals that change nothing."""
 
 import pytest
-from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start
+from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, serve, spans
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
-
-
-def test_open_pins_before_it_evicts():
-    """An admission never evicts the blocks that it hits, even the oldest."""
-    cache = make(4)
-    serve(cache, "ab", "xy")
-    seq = cache.open(ask("abcd"))
-    assert seq.hit_blocks == 2
-    assert pins(cache) == {"|ab": 1}
-
-
-def test_only_missing_blocks_are_evicted():
-    """An admission evicts only as many blocks as are missing, from the end of a span."""
-    cache = make(4)
-    serve(cache, "abc")
-    start(cache, "xy")
-    assert spans(cache).keys() == {"|ab", "|xy"}
-    assert cache.tree.evicted_blocks == 1
 
 
 def test_first_tokens_are_allocated_after_the_hit():
@@ -88,16 +70,6 @@ def test_out_of_blocks_names_all_the_numbers():
         OutOfBlocks, match=r"needs 3 more .* 0 of 6 are free and 2 can be evicted"
     ):
         cache.open(ask("abcde"))
-
-
-def test_an_admission_may_evict_all_other_unpinned_blocks():
-    """An admission can evict all unpinned blocks that it does not hit."""
-    cache = make(6)
-    cache.open(ask("m"))
-    serve(cache, "abcd")
-    seq = cache.open(ask("abxyz"))
-    assert seq.blocks == 5
-    assert pins(cache) == {"|ab": 1}
 
 
 def test_the_hooks_of_an_admission_are_called_in_order():

@@ -1,7 +1,7 @@
 """Retention hints: priorities by token range, durations, splits, and raised ancestors."""
 
 import pytest
-from helpers.caches import BLOCK, Recorded, ask, compute, make, serve, spans, start
+from helpers.caches import BLOCK, Recorded, ask, compute, make, serve, spans
 
 from kvcore.request import Retention
 from kvcore_plugins.eviction import Priority
@@ -238,12 +238,3 @@ def test_on_split_for_hints_comes_before_the_accesses():
         ("on_access", "a|bc"),
         ("on_access", "|a"),
     ]
-
-
-def test_the_lowest_priority_is_evicted_first():
-    """The policy `priority` evicts the lowest priority first, even if it is most recent."""
-    cache = make(6, Priority())
-    serve(cache, "ab")
-    serve(cache, "lm", retention=(hint(0, None, 20),))
-    start(cache, "xyz")
-    assert spans(cache).keys() == {"|ab", "|l", "|xyz"}

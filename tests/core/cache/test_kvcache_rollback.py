@@ -1,7 +1,7 @@
 """`rollback`: the newest tokens are dropped, whole blocks freed, shared blocks kept."""
 
 import pytest
-from helpers.caches import BLOCK, Lines, ask, compute, make, pins, start, table
+from helpers.caches import BLOCK, Lines, ask, compute, make, start, table
 
 from kvcore import InputError
 
@@ -88,30 +88,6 @@ def test_negative_tokens_are_refused():
     seq = drafted(cache, 6)
     with pytest.raises(InputError, match="rollback of -1 tokens"):
         cache.rollback(seq, -1)
-
-
-def test_a_prompt_not_yet_computed_can_be_dropped():
-    """A rollback frees prompt blocks that are allocated and not computed."""
-    cache = make()
-    seq = cache.open(ask("abc"))
-    cache.rollback(seq, 2 * BLOCK)
-    assert (seq.blocks, cache.pool.free_blocks) == (1, 7)
-    compute(cache, seq)
-    assert pins(cache) == {"|a": 1}
-
-
-def test_a_shared_private_block_stays_for_the_other_owner():
-    """A rollback of a fork frees only blocks that no sibling holds."""
-    cache = make()
-    seq = drafted(cache, 6)
-    child = cache.fork(seq)
-    cache.rollback(child, 6)
-    assert (table(cache, seq), table(cache, child)) == ([0, 1, 2], [0])
-    assert cache.pool.free_blocks == 5
-    cache.check_integrity()
-    cache.rollback(seq, 6)
-    assert cache.pool.free_blocks == 7
-    cache.check_integrity()
 
 
 def test_a_rollback_of_nothing_is_always_allowed():

@@ -90,17 +90,6 @@ def test_after_closing_each_block_is_free_or_cached():
     assert (cache.pool.free_blocks, cache.tree.cached_blocks) == (6, 2)
 
 
-def test_a_cache_without_block_ids_has_as_many_free_blocks():
-    """A cache without block ids has the same number of free blocks at every token."""
-    caches = [make(retention=Window(tokens=6, sinks=1), ids=ids) for ids in (True, False)]
-    sequences = [start(cache, "ab") for cache in caches]
-    for _ in range(30):
-        for cache, seq in zip(caches, sequences, strict=True):
-            cache.extend(seq, 1)
-            compute(cache, seq)
-        assert caches[0].pool.free_blocks == caches[1].pool.free_blocks
-
-
 def test_dropped_ranges_may_be_unordered_overlap_or_repeat():
     """Ranges in any order, overlapping or repeated, drop each block once."""
     cache = make(retention=Ranges((16, 20), (4, 8), (4, 12), (0, 3), (4, 8)))

@@ -6,7 +6,7 @@ from helpers.fake_policies import BookkeepingPolicy
 
 from kvcore import Span
 from kvcore.testing.harness import Driver, Traffic, random_steps
-from kvcore_plugins.prefix import Hashed, NoPrefix, Radix
+from kvcore_plugins.prefix import Hashed, Radix
 
 TRAFFIC = Traffic(key_tokens=2 * BLOCK, hints=True)
 SHARING = [Radix, Hashed]
@@ -15,12 +15,6 @@ SHARING = [Radix, Hashed]
 @pytest.fixture(params=SHARING)
 def prefix(request):
     """Return a new prefix index of each kind that shares blocks."""
-    return request.param()
-
-
-@pytest.fixture(params=[*SHARING, NoPrefix])
-def any_prefix(request):
-    """Return a new prefix index of each kind."""
     return request.param()
 
 
@@ -46,17 +40,6 @@ def test_the_hooks_of_a_policy_report_every_change(seed, prefix):
         spans = list(cache.tree.spans())
         assert ledger.sizes == {span: span.blocks for span in spans}
         assert ledger.pinned & set(spans) == {span for span in spans if span.ref_count}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_pool_without_ids_decides_as_one_with_ids(seed, any_prefix):
-    """A pool without block ids gives the same hits and evictions as one with ids."""
-    steps = random_steps(seed, 80, TRAFFIC)
-    runs = [
-        Driver(make(14, prefix=type(any_prefix)(), key_tokens=2 * BLOCK, ids=ids)).run(steps)
-        for ids in (True, False)
-    ]
-    assert runs[0] == runs[1]
 
 
 def test_spans_of_one_block_are_stored_up_to_the_last():

@@ -42,31 +42,6 @@ def test_a_token_of_deepseek_v3():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "batch", "size"),
-    [
-        (512, 1, 256 * MIB),
-        (512, 8, 2 * GIB),
-        (512, 32, 8 * GIB),
-        (2048, 1, 1 * GIB),
-        (2048, 8, 8 * GIB),
-        (2048, 32, 32 * GIB),
-        (4096, 1, 2 * GIB),
-        (4096, 8, 16 * GIB),
-        (4096, 32, 64 * GIB),
-        (28672, 1, 14 * GIB),
-        (28672, 8, 112 * GIB),
-        (28672, 32, 448 * GIB),
-    ],
-)
-def test_llama_2_7b_by_length_and_batch(tokens, batch, size):
-    """Requests of Llama 2 7B take 512 KiB per token, at each length and batch size.
-
-    At 28,672 tokens one request takes more than the weights.
-    """
-    assert batch * layout("llama-2-7b").request_bytes(tokens) == size
-
-
-@pytest.mark.parametrize(
     ("name", "tokens", "size", "gigabytes"),
     [
         ("llama-3-8b", 2048, 268_435_456, 0.268),
@@ -89,22 +64,11 @@ def test_llama_3_70b_at_its_longest():
     assert layout("llama-3-70b").request_bytes(131_072) == 40 * GIB
 
 
-def test_sharing_heads_saves_their_ratio():
-    """8 K/V heads instead of 64 take an eighth of the bytes."""
-    shared, full = layout("llama-2-70b"), layout("llama-2-70b-mha")
-    assert full.bytes_per_token == 8 * shared.bytes_per_token
-
-
 def test_a_sliding_window_stops_growth():
     """A request of Mistral 7B v0.1 stays at 512 MiB beyond its window of 4,096 tokens."""
     mistral = layout("mistral-7b-v0.1")
     assert mistral.request_bytes(4096) == 512 * MIB
     assert mistral.request_bytes(131_072) == 512 * MIB
-
-
-def test_window_memory_of_active_sequences():
-    """64 sequences of Mistral 7B with a window of 4,096 tokens take 32 GiB."""
-    assert 64 * layout("mistral-7b").request_bytes(4096) == 32 * GIB
 
 
 def test_a_prefix_of_50_tokens_takes_4_blocks_of_16():

@@ -107,20 +107,6 @@ def test_littles_law(scheduler, server):
     assert area == run.sum("finish") - run.sum("arrival")
 
 
-@every_scheduler
-@few
-@given(server=servers() | tiered_servers())
-def test_max_seqs_is_never_exceeded(scheduler, server):
-    """Never more than `max_seqs` requests run at once."""
-    running = set()
-    for line in server.run(scheduler).lines:
-        if line["event"] in {"HIT", "MISS", "RESUME"}:
-            running.add(line["request"])
-        elif line["event"] in {"PREEMPT", "FINISH"}:
-            running.discard(line["request"])
-        assert len(running) <= server.options["max_seqs"]
-
-
 @pytest.mark.parametrize("event", ["pauses", "recomputes"])
 def test_random_servers_preempt(event):
     """Random servers are tight enough for preemptions of both kinds."""

@@ -5,16 +5,16 @@ from copy import copy
 import attrs
 import pytest
 from helpers.schedulers import scheduler_of
-from helpers.serving import BLOCK, STEP, Bent, Even, ask, batching_of, serve
+from helpers.serving import Bent, Even, ask, serve
+from helpers.traces import lines, seal
 
 from kvcore import InputError, KVCache, LatencyModel, Request
-from kvcore.request import Hints
+from kvcore.errors import TraceError
 from kvcore.serving import simulate
 from kvcore.serving.stats import PENDING_EVENTS
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import TokenRate
-
-TOKENS = ("FIRST_TOKEN", "FINISH")
+from kvcore_replay.check.trace import replay as check_trace
 
 
 def test_a_request_from_arrival_to_finish():
@@ -36,62 +36,6 @@ def test_a_request_from_arrival_to_finish():
     ]
 
 
-def test_a_long_prompt_takes_several_steps():
-    """A prompt is computed in chunks of `max_tokens`; the last chunk gives the first token."""
-    run = serve([ask("a", prompt=9, output=2)], max_tokens=4, max_seqs=1)
-    assert run.timeline(*TOKENS) == [f"{3 * STEP} FIRST_TOKEN a", f"{4 * STEP} FINISH a"]
-
-
-def test_mixed_steps_combine_decoding_and_prefill():
-    """In mixed steps decoding sequences take one token each, and prefill the rest."""
-    requests = [ask("a", output=6), ask("b", 1, prompt=10, output=1)]
-    run = serve(requests, max_tokens=4, max_seqs=2)
-    # b is computed in chunks of 3, 3, 3 and 1 tokens, while a decodes.
-    assert run.timeline(*TOKENS) == [
-        "10 FIRST_TOKEN a",
-        "50 FIRST_TOKEN b",
-        "50 FINISH b",
-        "60 FINISH a",
-    ]
-
-
-def test_prefill_first_steps_decode_no_sequence():
-    """With `steps=prefill-first`, no sequence decodes while there is a prompt to compute."""
-    requests = [ask("a", output=3), ask("b", 1, prompt=10, output=1)]
-    run = serve(requests, max_tokens=4, max_seqs=2, steps="prefill-first")
-    assert run.timeline(*TOKENS) == [
-        "10 FIRST_TOKEN a",
-        "40 FIRST_TOKEN b",
-        "40 FINISH b",
-        "60 FINISH a",
-    ]
-
-
-def test_without_chunks_a_prompt_waits_for_a_step_it_fits_into():
-    """Without chunks, a prompt that does not fit in a step waits, and later prompts with it."""
-    requests = [ask("a", prompt=3), ask("b", prompt=3), ask("c", prompt=1)]
-    run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
-    assert [row["finish"] for row in run.rows.values()] == [10, 20, 20]
-    assert list(run.rows) == ["a", "b", "c"]
-
-
-def test_without_chunks_a_prompt_above_the_budget_has_a_step_for_itself():
-    """Without chunks, a prompt above the limit is the only prefill of its step.
-
-    Decoding sequences go on in that step.
-    """
-    requests = [ask("a", output=3), ask("b", 1, prompt=99), ask("c", 1, prompt=1)]
-    run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
-    assert run.timeline(*TOKENS) == [
-        "10 FIRST_TOKEN a",
-        "20 FIRST_TOKEN b",
-        "20 FINISH b",
-        "30 FIRST_TOKEN c",
-        "30 FINISH a",
-        "30 FINISH c",
-    ]
-
-
 def test_the_order_at_the_end_of_a_step():
     """A step ends with arrivals, commits, first tokens, completions and then the next plan.
 
@@ -104,8 +48,7 @@ def test_the_order_at_the_end_of_a_step():
         ask("d", 20, keys=[4]),
     ]
     run = serve(requests, max_seqs=3)
-    lines = [line for line in run.timeline() if line.startswith("20 ")]
-    assert lines == [
+    assert [line for line in run.timeline() if line.startswith("20 ")] == [
         "20 REQUEST d",
         "20 COMMIT b",
         "20 COMMIT c",
@@ -136,13 +79,6 @@ def test_the_clock_counts_picoseconds():
     assert run.rows["a"]["first_token"] == 2
     assert run.rows["a"]["finish"] == 20
     assert run.result.log.busy_ps == 20_000
-
-
-def test_a_request_without_output_ends_with_its_prefill():
-    """A request without output ends with its prefill, and has no first token."""
-    run = serve([ask("a", prompt=9, output=0)], max_tokens=4, max_seqs=1)
-    assert run.timeline("FIRST_TOKEN", "FINISH", "FREE") == ["30 FINISH a", "30 FREE a"]
-    assert run.rows["a"]["first_token"] == -1
 
 
 def test_a_request_that_can_never_fit_is_rejected():
@@ -183,27 +119,6 @@ def test_simultaneous_requests_are_all_served(scheduler):
         assert admitted == sorted(admitted)
 
 
-def test_blocks_can_be_hit_after_the_step_that_computed_them():
-    """Blocks can be hit from the step on that computed them.
-
-    The last block of a prompt is computed again.
-    """
-    requests = [ask(name, at, prompt=8, keys=[1, 2]) for name, at in (("a", 0), ("b", 5))]
-    run = serve(requests, latency=TokenRate(prefill=1000, decode=1000))
-    assert (run.rows["a"]["hit"], run.rows["b"]["hit"]) == (0, 4)
-    assert run.rows["b"]["finish"] == 12_000
-
-
-def test_outputs_with_known_keys_are_shared():
-    """A prompt that contains an earlier output with known keys hits its full blocks."""
-    requests = [
-        ask("a", prompt=6, output=7, keys=[1], output_keys=[2, 3]),
-        ask("b", 500, prompt=14, keys=[1, 2, 3]),
-    ]
-    run = serve(requests)
-    assert run.rows["b"]["hit"] == 12
-
-
 def test_a_context_counts_up_to_the_size_of_each_attention_window():
     """A context counts in each attention window up to the size of the window."""
     asked = []
@@ -236,53 +151,6 @@ def test_a_cache_that_has_served_is_refused():
     simulate([ask("a")], cache=cache, latency=Even())
     with pytest.raises(InputError, match="served before: make a new KVCache for each run"):
         simulate([ask("a")], cache=cache, latency=Even())
-
-
-@pytest.mark.parametrize("jumps", [True, False])
-@pytest.mark.parametrize(("steps", "admitted"), [("mixed", 170), ("prefill-first", 180)])
-def test_a_waiting_request_gets_the_blocks_of_a_pin_that_ends_early(steps, admitted, jumps):
-    """Where a running request ends a pin, the next plan admits one that waits for blocks.
-
-    The sixth block of b, at 170 ns, ends the pin of 4 of 9 blocks, of which c needs 2.
-    """
-    requests = [
-        ask("a", 0, 17, 0, keys=range(4), hints=Hints(pin=10**6)),
-        ask("b", 0, 4, 30),
-        ask("c", 100, 8, 0),
-    ]
-    rows = serve(requests, blocks=9, steps=steps, jumps=jumps, trace=False).rows
-    assert rows["c"]["admitted"] == admitted
-
-
-@pytest.mark.parametrize("jumps", [True, False])
-def test_a_waiting_request_gets_the_blocks_of_a_pin_whose_time_ends(jumps):
-    """Where the time of a pin ends, the next plan admits a request that waits for its blocks.
-
-    Until then 4 of 12 blocks are pinned, b has 4 or 5, and c needs 5.
-    """
-    requests = [
-        ask("a", 0, 17, 0, keys=range(4), hints=Hints(pin=150)),
-        ask("b", 0, 4, 30),
-        ask("c", 100, 18, 0),
-    ]
-    rows = serve(requests, blocks=12, jumps=jumps, trace=False).rows
-    assert rows["c"]["admitted"] == 160
-
-
-def test_blocks_with_ids_are_served_as_those_that_are_counted():
-    """Without a trace a server decides the same whether blocks have ids or are counted."""
-
-    def served(ids):
-        cache = KVCache(12, BLOCK, accounting="tokens", key_tokens=BLOCK, ids=ids)
-        requests = [ask(n, 7 * n, BLOCK * n + 1, 9, keys=range(n)) for n in range(6)]
-        batching = batching_of(watermark=0)
-        log = simulate(requests, cache=cache, latency=Even(), batching=batching).log
-        cache.check_integrity()
-        return {name: list(column) for name, column in log.columns().items()}
-
-    counted = served(ids=False)
-    assert sum(counted["recomputes"]) > 0
-    assert served(ids=True) == counted
 
 
 def test_keys_of_another_length_are_refused():
@@ -346,3 +214,48 @@ def test_a_latency_model_of_seconds_alone_is_asked_for_each_step():
             return [(10**12, 0)]
 
     assert (LatencyModel.jumps, Easy.jumps, Both.jumps, Even.jumps) == (True, False, True, True)
+
+
+def test_without_free_blocks_the_last_job_in_order_is_preempted():
+    """Without free blocks the last job in order is preempted and frees its blocks.
+
+    Later its prompt and its generated tokens are one prefill.
+    """
+    keys = {"a": [1, 2, 3], "b": [4, 5, 6]}
+    requests = [ask(name, ord(name) - 97, 12, 14, keys=keys[name]) for name in keys]
+    run = serve(requests, blocks=8)
+    # b has 4 tokens when each needs a fifth block at 50; it prefills 12 + 4 tokens at 140.
+    assert run.timeline("FIRST_TOKEN", "PREEMPT", "FINISH") == [
+        "10 FIRST_TOKEN a",
+        "20 FIRST_TOKEN b",
+        "50 PREEMPT b",
+        "140 FINISH a",
+        "240 FINISH b",
+    ]
+    assert [line["how"] for line in run.lines if line["event"] == "PREEMPT"] == ["recompute"]
+    assert (run.result.cache.stats.self_hit_blocks, run.sum("hit")) == (1, 0)
+
+
+@pytest.mark.parametrize(("named", "found"), [((), 2), ((5, 6, 7), 4)])
+def test_a_preempted_request_hits_its_blocks_that_are_left(named, found, tmp_path):
+    """A preempted request hits the blocks of its prompt, and those of its output with keys.
+
+    b has five full blocks when each needs a sixth; the last of them is evicted for a.
+    """
+    requests = [
+        ask("a", 0, 8, 14, keys=[1, 2]),
+        ask("b", 0, 8, 14, keys=[3, 4], output_keys=named),
+    ]
+    run = serve(requests, blocks=10)
+    assert {name: row["recomputes"] for name, row in run.rows.items()} == {"a": 0, "b": 1}
+    assert run.result.cache.stats.self_hit_blocks == found
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(run.trace)
+    assert check_trace(path).hit["self_hit_blocks"] == found
+    # A HIT line with one block less than was cached is rejected.
+    events = lines(path)
+    again = next(line for line in events if line["event"] == "HIT" and line.get("again"))
+    again["blocks"] -= 1
+    seal(path, events)
+    with pytest.raises(TraceError, match=f"{found - 1} blocks hit; {found} are cached"):
+        check_trace(path)

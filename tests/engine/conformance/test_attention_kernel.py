@@ -30,9 +30,17 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_attention_with_any_number_of_tokens(dtype):
-    """Attention is right if the last tile, block or chunk is full, partly full or one token."""
-    Decoding([1, 15, 16, 17, 63, 64, 65, 130], dtype=dtype).check()
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [([1, 15, 16, 17, 63, 64, 65, 130], None), ([5, 16, 90, 9, 140], [5, 2, 40, 1, 3])],
+    ids=["one", "several"],
+)
+def test_attention_with_any_number_of_tokens(lengths, new, dtype):
+    """Attention is right if the last tile, block or chunk is full, partly full or one token.
+
+    New tokens attend to the context and to one another.
+    """
+    Decoding(lengths, new=new, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("group", [1, 8, 16, 20])
@@ -75,12 +83,19 @@ def test_attention_with_any_block_size(block_size):
 def test_attention_over_encoded_kv(codec, dtype):
     """Attention over encoded K/V equals attention over the rows that `read` decodes."""
     Decoding([70, 17], codec=codec, dtype=dtype, head_dim=80).check()
+    if dtype == "fp16":  # new tokens attend to what is stored of one another
+        Decoding([70, 37], new=[20, 4], codec=codec, dtype=dtype, head_dim=80).check()
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 3), (150, 40), (64, 0), (400, 4)])
-def test_attention_with_windows_and_sinks(window, sinks):
-    """Attention with a window and sinks is right wherever the window begins in a block."""
-    Decoding([300, 21, 140], dtype="fp32").check(window=window, sinks=sinks)
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [([300, 21, 140], None), ([130, 20, 141, 9], [40, 20, 2, 5])],
+    ids=["one", "several"],
+)
+def test_attention_with_windows_and_sinks(lengths, new, window, sinks):
+    """A new token attends to its own window, wherever that begins in a block, and to sinks."""
+    Decoding(lengths, new=new, dtype="fp32").check(window=window, sinks=sinks)
 
 
 def test_blocks_that_left_the_window_are_not_read():
@@ -199,27 +214,6 @@ def test_the_engine_computes_the_tokens_of_torch(name, codec):
     assert sum(result.log.recomputes) > 0
     assert result.cache.tree.evicted_blocks > 0
     assert result.cache.stats.hit_blocks > 0
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_attention_of_several_new_tokens(dtype):
-    """New tokens attend to the context and to one another, wherever blocks and tiles end."""
-    Decoding([5, 16, 90, 9, 140], new=[5, 2, 40, 1, 3], dtype=dtype).check()
-
-
-@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 3), (70, 30), (400, 4)])
-def test_several_new_tokens_have_windows_of_their_own(window, sinks):
-    """Each new token attends to the tokens of its own window, and to the sinks."""
-    made = Decoding([130, 20, 141, 9], new=[40, 20, 2, 5], dtype="fp32")
-    made.check(window=window, sinks=sinks)
-
-
-@pytest.mark.parametrize(
-    "codec", ["fp8-e4m3:factor=0.5", "fp8-e5m2:scale=head", "int8", "int4"]
-)
-def test_several_new_tokens_over_encoded_kv(codec):
-    """New tokens attend to what is stored of one another, as to the context."""
-    Decoding([70, 37], new=[20, 4], codec=codec, dtype="fp16", head_dim=80).check()
 
 
 def test_chunks_of_a_context_are_combined_for_each_new_token():

@@ -50,10 +50,3 @@ def test_one_pass_equals_replays_at_many_sizes(block_size, ratio, points):
     found = curve(Mooncake(), "lru", sizes, block_size=block_size).curves[0]
     replayed = compare_policies(Mooncake(), "lru", sizes, block_size=block_size)
     assert found.hit_blocks == [row.hit_blocks for row in replayed.rows]
-
-
-def test_keys_accounting_does_not_depend_on_the_block_size(curves):
-    """32 times as many blocks of a 32nd of the size hit exactly 32 times as often."""
-    fine = curve(Mooncake(), "lru,optimum", [32 * size for size in SIZES], block_size=16)
-    for coarse, each in zip(curves.curves, fine.curves, strict=False):
-        assert each.hit_blocks == [32 * hits for hits in coarse.hit_blocks]

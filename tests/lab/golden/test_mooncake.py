@@ -35,13 +35,6 @@ def keys():
 
 
 @pytest.fixture(scope="module")
-def keys_fine():
-    """Return a comparison of LRU and both optima in blocks of 16 tokens, with equal bytes."""
-    sizes = [32 * size for size in FINE]
-    return compare_policies(Mooncake(), ["lru", OPTIMUM, BYPASS], sizes, block_size=16)
-
-
-@pytest.fixture(scope="module")
 def tokens():
     """Return a comparison of LRU in `tokens` accounting, with a block per key."""
     return compare_policies(Mooncake(), ["lru"], SIZES, accounting="tokens")
@@ -94,20 +87,3 @@ def test_lru_in_tokens_accounting_in_blocks_of_16(tokens_fine):
     """LRU hits the recorded numbers of blocks out of 9,044,013 in blocks of 16 tokens."""
     assert list(hits(tokens_fine, "lru").values()) == list(LRU_TOKENS_FINE)
     assert {row.lookup_blocks for row in tokens_fine.rows} == {9_044_013}
-
-
-@pytest.mark.parametrize("eviction", ["lru", "optimum"])
-def test_keys_accounting_does_not_depend_on_the_block_size(keys, keys_fine, eviction):
-    """32 times as many blocks of a 32nd of the size hit exactly 32 times as often."""
-    coarse = {
-        (32 * row.blocks, str(row.options)): 32 * row.hit_blocks
-        for row in keys.rows
-        if row.eviction == eviction and row.blocks in FINE
-    }
-    fine = {
-        (row.blocks, str(row.options)): row.hit_blocks
-        for row in keys_fine.rows
-        if row.eviction == eviction
-    }
-    assert fine == coarse
-    assert keys_fine.infinite.hit_blocks == 32 * keys.infinite.hit_blocks

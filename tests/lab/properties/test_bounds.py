@@ -1,4 +1,4 @@
-"""Bounds on the hits of every policy: the optimum, no shared block, a pool for all blocks."""
+"""The bound on the hits of every policy: those of the optimum."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import ClassVar
 
 import attrs
 import hypothesis.strategies as st
-from helpers.policies import POLICIES, build
+from helpers.policies import POLICIES
 from hypothesis import given, settings
 
 from kvcore import Request, Workload
 from kvcore_lab.comparison import compare_policies
 
 BOUNDS = ("optimum", "optimum:bypass=true")
-LASTING = [name for name in POLICIES if not build(name).expires_spans]
 
 
 @attrs.define(slots=False, eq=False)
@@ -39,13 +38,6 @@ class Prompts(Workload):
             )
 
 
-def hits(comparison):
-    """Return the hits by policy, options and pool size."""
-    return {
-        (row.eviction, str(row.options), row.blocks): row.hit_blocks for row in comparison.rows
-    }
-
-
 @given(
     texts=st.lists(st.text("abc", max_size=7), min_size=1, max_size=40),
     pool=st.integers(1, 40),
@@ -61,23 +53,3 @@ def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
     for row in rows:
         assert row.hit_blocks <= optimum.hit_blocks, row
     assert optimum.hit_blocks <= bypass.hit_blocks <= comparison.infinite.hit_blocks
-
-
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=26), pool=st.integers(1, 30))
-@settings(max_examples=10, deadline=None)
-def test_requests_without_common_blocks_have_no_hits(lengths, pool):
-    """Requests without a common block have 0 hits, whatever the policy."""
-    texts = [chr(ord("a") + index) * length for index, length in enumerate(lengths)]
-    comparison = compare_policies(Prompts(texts), [*POLICIES, *BOUNDS], [pool])
-    assert set(hits(comparison).values()) == {0}
-    assert comparison.infinite.hit_blocks == 0
-
-
-@given(texts=st.lists(st.text("abc", max_size=7), min_size=1, max_size=40))
-@settings(max_examples=15, deadline=None)
-def test_a_pool_for_all_blocks_hits_as_an_infinite_cache(texts):
-    """Policies that do not expire blocks hit as an infinite cache if all blocks fit."""
-    blocks = len({text[: end + 1] for text in texts for end in range(len(text))})
-    comparison = compare_policies(Prompts(texts), [*LASTING, *BOUNDS], [max(1, blocks)])
-    assert set(hits(comparison).values()) == {comparison.infinite.hit_blocks}
-    assert comparison.infinite.distinct_blocks == blocks

@@ -115,18 +115,6 @@ def check_counts(page, trace, begin, end):
         assert shown(page) == counted(trace, time), time
 
 
-@pytest.mark.parametrize("record", [serve, traces.record, traces.serve_tiers])
-def test_counts_are_those_of_a_replay(browser, tmp_path, record):
-    """The counts of the page are those of a replay, with and without a clock or tiers."""
-    trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
-    record(trace)
-    file.write_bytes(view_page([trace]))
-    last = [event.t for event in read_events(trace)][-1]
-    with tab(browser) as found:
-        check_counts(found.open(file), trace, 0, last)
-        assert (found.complaints, found.requests) == ([], [])
-
-
 def test_a_window_has_the_counts_of_a_replay_and_a_notice(browser, served, tmp_path):
     """The page of a window has the counts of a replay of the whole trace.
 

@@ -13,7 +13,7 @@ from kvcore_plugins.prefix import Radix
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import replay
 
-PROMPTS = st.lists(st.text("abc", max_size=6), max_size=30)
+PROMPTS = st.lists(st.text("abc", max_size=6), min_size=15, max_size=30)
 
 
 def hits(policy, served, ratio, blocks):

@@ -74,7 +74,7 @@ def hits(name, keys, blocks):
 
 
 @every_policy
-@given(keys=st.lists(st.integers(0, 12), max_size=120), blocks=st.integers(1, 9))
+@given(keys=st.lists(st.integers(0, 12), min_size=40, max_size=120), blocks=st.integers(1, 9))
 def test_any_keys_hit_as_in_the_plain_algorithm(name, keys, blocks):
     """The policy hits like the plain algorithm on any sequence of keys."""
     found, plain = hits(name, keys, blocks)
