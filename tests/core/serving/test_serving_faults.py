@@ -65,16 +65,22 @@ def test_a_scheduler_is_read_as_attach_leaves_it():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "limits", "time"),
-    [(4, {}, 10), (400, {"max_tokens": 4}, 1510)],
-    ids=["in a plan", "before any token"],
+    ("prompt", "earlier", "limits", "time"),
+    [
+        (4, [], {}, 10),
+        (400, [], {"max_tokens": 4}, 1510),
+        (400, [ask(9, 0, 4, 9)], {"max_tokens": 4}, 2510),
+    ],
+    ids=["in a plan", "before any token", "after others have ended"],
 )
-def test_livelock_by_pauses(prompt, limits, time):
+def test_livelock_by_pauses(prompt, earlier, limits, time):
     """Jobs that pause each other forever raise PolicyError that explains the livelock.
 
-    They do in one plan, or in one step after the other, each of which computes a chunk.
+    They do in one plan, or in one step after the other, each of which computes a chunk. Those
+    that have generated all their tokens before count for nothing.
     """
-    requests = [ask(index, index, prompt, 9) for index in range(6)]
+    start = 1000 * len(earlier)
+    requests = [*earlier, *(ask(index, start + index, prompt, 9) for index in range(6))]
     with pytest.raises(PolicyError) as caught:
         serve(requests, scheduler=Perverse(), max_seqs=1, **limits)
     text = str(caught.value)
