@@ -567,10 +567,10 @@ class SpanTree:
         O(sequences · blocks).
         """
         for other in seq.family or ():
-            if other is seq or other.private is None or other.span.end > first:
+            if other.span.end > first:  # as that of `seq` itself
                 continue
-            common = 0
-            for mine, theirs in zip(other.private[first - other.span.end :], ids, strict=False):
+            own, common = (other.private or ())[first - other.span.end :], 0
+            for mine, theirs in zip(own, ids, strict=False):
                 if mine != theirs:
                     break
                 common += 1
@@ -689,8 +689,8 @@ class SpanTree:
         if missing == need and victims is None and not surplus:
             return None  # the usual case where blocks are allocated one by one
         ids = pool.allocate(pool.free_blocks)
-        if ids is not None and victims is not None:
-            ids.extend(victims)
+        if ids is not None:
+            ids.extend(victims or ())
         if surplus:
             pool.free(None if ids is None else ids[need:], surplus)
             if ids is not None:

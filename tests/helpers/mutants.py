@@ -91,6 +91,8 @@ ROOMS = {
             *("tests/plugins/test_speculation_simulated.py", "tests/core/workloads"),
             "tests/lab/test_fragmentation.py",
             f"{CLUSTER}::test_a_replica_that_fails_while_verifying_drafts_leaks_no_blocks",
+            "tests/tiers/test_tiers.py::test_fragmentation_counts_loaded_tokens",
+            "tests/lab/test_shown.py::test_the_short_form_of_a_simulation_has_its_size",
         ],
     ),
     "online": (["plugins/kvcore_online"], ["tests/online"]),

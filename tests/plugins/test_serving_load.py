@@ -184,6 +184,16 @@ LATE = 10**6
 """A time after all others at which requests are admitted that have waited to the end."""
 
 
+@pytest.mark.parametrize("waiting", [20, 21])
+def test_a_queue_as_long_as_chance_makes_it_has_not_grown(waiting):
+    """A queue of 100 requests has grown if more wait at the end than twice their root, 20."""
+    served = range(100 - waiting)
+    came = [*served, *repeat(60, waiting)]
+    admitted = [*(at + 1 for at in served), *repeat(LATE, waiting)]
+    log = queue([], arrival=came, admitted=admitted, finish=repeat(LATE, 100))
+    assert saturation_of(log, 100, 2).saturated == (waiting > 20)
+
+
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_queue_that_was_empty_in_the_last_quarter_has_not_grown(waiting):
     """A queue that grew to the end is saturation unless it was empty at one of 16 moments.

@@ -344,32 +344,39 @@ def test_forks_publish_blocks_of_their_own():
     cache.check_integrity()
 
 
-def roll_back_into(cache):
-    """Return a sequence with the key of its last block, and a fork that rolled back in that."""
-    request = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
-    seq = generate(cache, compute(cache, cache.open(request)), BLOCK)
+@pytest.fixture(params=[1, 2], ids=["key of a block", "key of two blocks"])
+def rolled_back(request):
+    """Return a cache, a sequence that goes on, and a fork that rolled back into its last key."""
+    size = request.param * BLOCK
+    cache = make(12, key_tokens=size)
+    prompt = text_request(1, range(size), output=99, block_size=size, publish=True)
+    seq = generate(cache, compute(cache, cache.open(prompt)), size)
     child = cache.fork(seq)
     cache.rollback(child, 1)
     cache.append_keys(seq, ["next"])
-    return seq, child
+    cache.extend(seq, 1)
+    return cache, seq, child
 
 
-def test_a_block_into_which_a_fork_rolled_back_is_shared_once_it_is_copied(cache):
+def test_a_block_into_which_a_fork_rolled_back_is_shared_once_it_is_copied(rolled_back):
     """The fork writes into a copy, not into a block that others hit; then that is cached."""
-    seq, child = roll_back_into(cache)
-    for tokens, cached in ((0, 1), (1, 2)):
+    cache, seq, child = rolled_back
+    last = child.blocks - 1
+    for tokens, cached in ((0, last), (1, last + 1)):
         cache.extend(child, tokens)
         compute(cache, seq)
         assert cache.tree.cached_blocks == cached
-    assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 2])
+    blocks = [*range(last + 2)]
+    assert (table(cache, seq), table(cache, child)) == (blocks, [*blocks[:last], last + 2])
 
 
-def test_a_block_that_waited_for_a_fork_is_cached_in_the_end(cache):
+def test_a_block_that_waited_for_a_fork_is_cached_in_the_end(rolled_back):
     """A block into which a fork rolled back is cached if the fork leaves without a copy."""
-    seq, child = roll_back_into(cache)
+    cache, seq, child = rolled_back
+    blocks = child.blocks
     for member in (child, seq):
         cache.close(compute(cache, member))
-    assert cache.tree.cached_blocks == 2
+    assert cache.tree.cached_blocks == blocks
     cache.check_integrity()
 
 

@@ -69,3 +69,11 @@ def test_a_span_has_the_keys_that_cover_it():
     serve(cache, "abx", key_tokens=2 * BLOCK)
     keys = [span.keys() for span in cache.tree.spans()]
     assert sorted(keys) == [["a"], ["ab"], ["abc"], ["abx"]]
+
+
+def test_the_span_at_which_paths_begin_is_empty():
+    """Above the first span of each path is one without blocks, before which there is nothing."""
+    cache = make()
+    serve(cache, "ab")
+    (top,) = cache.tree.spans()
+    assert (top.parent.depth, top.parent.blocks, top.parent.turn) == (0, 0, 0)
