@@ -357,6 +357,7 @@ def test_segments_are_a_tree(seed, tier, beside):
             borrows = levels or len(segment.borrowed) >= lacking
             assert borrows or not segment.resumable
             assert all(name in cache._cached[group] for group, name in segment.borrowed)
+            assert segment.children == len(segment.next)
 
     cache.close = closed
     simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
@@ -372,7 +373,6 @@ def test_segments_are_a_tree(seed, tier, beside):
         assert segment.start == (0 if above is None else above.end) < segment.end
         if segment.resumable:
             assert above is None or (above.resumable and segment in above.next)
-        assert segment.children == len(segment.next)
         assert segment.below == (
             1 + next(iter(segment.next)).below if segment.children == 1 else 0
         )

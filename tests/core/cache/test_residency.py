@@ -236,13 +236,14 @@ def test_less_than_a_pool_of_evictions_is_no_thrashing():
     assert not seen.thrashing
 
 
-def test_a_cache_with_more_hits_than_refaults_does_not_thrash():
-    """A cache with more hit blocks than refaults does not thrash."""
-    cache, seen = watched(6)
-    serve(cache, *["hhhh", "hhhha", "hhhhb", "hhhhc"] * 5)
+@pytest.mark.parametrize(("hits", "thrashes"), [(24, True), (25, False)])
+def test_a_cache_with_more_hits_than_refaults_does_not_thrash(hits, thrashes):
+    """A cache with as many refaults as hit blocks thrashes; one with more hit blocks does not."""
+    cache, seen = watched(4)
+    serve(cache, *["ab", "uv", "xy"] * 5, *["xy"] * hits)
     seen.settle()
-    assert 0 < seen.restored_blocks < seen.age_at_hit.weight
-    assert not seen.thrashing
+    assert (seen.restored_blocks, seen.age_at_hit.weight) == (24, hits)
+    assert seen.thrashing == thrashes
 
 
 def test_json_has_the_counts_and_the_histograms():

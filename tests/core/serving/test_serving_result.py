@@ -116,6 +116,12 @@ def test_results_of_shared_paths_of_keys_can_be_pickled(block_size):
     assert span.keys() == list(keys)[block_size // 16 - 1 :: block_size // 16]
 
 
+def test_results_can_be_told_apart():
+    """A result is equal to itself alone, so that a set can hold those of several runs."""
+    one, other = three(), three()
+    assert {one, other, one} == {one, other} != {one}
+
+
 def test_requests_are_in_the_order_of_their_ends():
     """Requests are in the order in which they ended, with rejected ones."""
     result = three()
