@@ -66,6 +66,8 @@ def test_what_stayed_in_the_pool_is_hit_with_what_is_loaded():
     assert hit + loaded == 16
     assert level.stats.loaded == left
     assert level.stats.hits == loaded // 4
+    assert level.stats.ratio_sum == level.stats.hits / 5  # blocks that are looked up
+    assert level.stats.returned == 0
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -109,6 +111,19 @@ def test_what_computing_takes_no_longer_is_not_loaded():
     seq = cache.open(again, 0, 10**8)
     assert tiers.load(seq, 10**8, lambda *_: 10**9) is None
     assert tiers.load(seq, 10**8, prefill_ns) is not None
+
+
+@pytest.mark.parametrize(("token_ns", "loads"), [(15, False), (16, True)])
+def test_a_load_saves_the_time_of_what_it_loads(token_ns, loads):
+    """A load of a block takes 64 ns; computing its 4 tokens is compared, not what was hit."""
+    tier = f"host:memory={100 * SLOT},read_bandwidth=1GB,latency=0"
+    cache, tiers = below([FULL], 9, tier=tier)
+    for name, keys in enumerate(([1, 2, 3, 4], [5, 6, 7], [8, 9])):
+        serve(cache, tiers, name, keys)
+    seq = cache.open(ask("again", prompt=17, keys=[1, 2, 3, 4]), 0, 10**9)
+    assert 0 < seq.computed < 16
+    load = tiers.load(seq, 10**9, lambda tokens, _: tokens * token_ns)
+    assert (load is not None) == loads
 
 
 def test_policies_know_how_long_a_block_of_groups_takes_to_load():

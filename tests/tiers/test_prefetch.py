@@ -235,14 +235,35 @@ def test_a_prefetch_takes_from_each_level_what_the_pool_has_room_for(room, parts
     cache.check_integrity()
 
 
-def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts():
-    """If the victims of a prefetch take the slots of its own blocks, nothing is loaded."""
-    tiers, request = ahead(Hints(prefetch=1), slots=4, pool=4)
+@pytest.mark.parametrize("hit", [0, 1])
+def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts(hit):
+    """If the victims of a prefetch take the slots of its own blocks, nothing is loaded.
+
+    What the pool has of the prompt is not pinned either.
+    """
+    tiers, request = ahead(Hints(prefetch=1, pin=10**9), slots=4 + 4 * hit, pool=4)
     cache = tiers.cache
-    assert tiers.levels[0].find([*range(4)], 4, 0) == 4
+    for key in [0, 20, 21, 22] * hit:
+        seq = cache.open(ask("c", prompt=BLOCK, keys=[key]))
+        cache.commit(seq, seq.tokens)
+        cache.close(seq)
+    assert (cache.probe(request), tiers.levels[0].find([*range(4)], 4, 0)) == (hit, 4)
     assert tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0) is None
     cache.check_integrity()
-    assert (cache.pool.free_blocks, len(cache.sequences)) == (4, 0)
+    assert (cache.pool.free_blocks, len(cache.sequences)) == (4 - hit, 0)
+    assert not cache.pins
+
+
+def test_prefetched_blocks_that_have_left_are_no_hits():
+    """If all that was loaded ahead has been evicted when the request comes, none of it is hit."""
+    tiers, request = ahead(Hints(prefetch=1))
+    load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0)
+    tiers.finish(load, load.ready)
+    cache = tiers.cache
+    cache.close(cache.open(ask("c", prompt=8 * BLOCK), now=load.ready))
+    assert tiers.load(cache.open(request), load.ready, lambda *_: 10**9) is not None
+    stats = tiers.levels[0].stats
+    assert (stats.prefetched, stats.prefetch_hits) == (4, 0)
 
 
 def test_a_request_without_free_blocks_is_admitted_after_a_prefetch():

@@ -8,7 +8,7 @@ import resource
 import stat
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,6 +331,13 @@ def test_blocks_survive_a_change_of_memory(tmp_path, slots):
     assert file_of(tmp_path, "slots").stat().st_size == slots * SIZE
 
 
+def test_headers_are_read_in_chunks_up_to_the_last(tmp_path, monkeypatch):
+    """The blocks of a file with more headers than fit in a chunk are all found."""
+    filled(tmp_path)
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 3 * disk.HEADER_BYTES)
+    assert found(tmp_path) == [f"0-{index}" for index in range(SLOTS)]
+
+
 @pytest.mark.parametrize(
     ("blocks_in_call", "slots", "runs"),
     [
@@ -417,6 +424,23 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path, mode):
         opened(path)
     path.chmod(0o755)
     assert len(found(path)) == SLOTS
+
+
+@pytest.mark.parametrize(("owner", "refused"), [(0, False), (1, True), (1000, False)])
+def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch, owner, refused):
+    """A directory of user 1 is refused to user 1000; that of root and its own are not."""
+    real = Path.stat
+
+    def owned(path, **options):
+        fields = [*real(path, **options)]
+        fields[stat.ST_UID] = owner
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "stat", owned)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    told = pytest.raises(InputError, match="can be written by others")
+    with told if refused else nullcontext():
+        filled(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
