@@ -243,8 +243,8 @@ def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts(hit):
     """
     tiers, request = ahead(Hints(prefetch=1, pin=10**9), slots=4 + 4 * hit, pool=4)
     cache = tiers.cache
-    for key in [0, 20, 21, 22] * hit:
-        seq = cache.open(ask("c", prompt=BLOCK, keys=[key]))
+    for name in [0, 20, 21, 22] * hit:
+        seq = cache.open(ask("c", prompt=BLOCK, keys=[name]))
         cache.commit(seq, seq.tokens)
         cache.close(seq)
     assert (cache.probe(request), tiers.levels[0].find([*range(4)], 4, 0)) == (hit, 4)
@@ -255,7 +255,7 @@ def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts(hit):
 
 
 def test_prefetched_blocks_that_have_left_are_no_hits():
-    """If all that was loaded ahead has been evicted when the request comes, none of it is hit."""
+    """What was loaded ahead, and evicted before its request came, is not hit."""
     tiers, request = ahead(Hints(prefetch=1))
     load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0)
     tiers.finish(load, load.ready)

@@ -346,7 +346,7 @@ def test_forks_publish_blocks_of_their_own():
 
 @pytest.fixture(params=[1, 2], ids=["key of a block", "key of two blocks"])
 def rolled_back(request):
-    """Return a cache, a sequence that goes on, and a fork that rolled back into its last key."""
+    """Return a cache, a sequence that goes on, and a fork that rolled back into its key."""
     size = request.param * BLOCK
     cache = make(12, key_tokens=size)
     prompt = text_request(1, range(size), output=99, block_size=size, publish=True)

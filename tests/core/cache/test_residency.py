@@ -238,7 +238,7 @@ def test_less_than_a_pool_of_evictions_is_no_thrashing():
 
 @pytest.mark.parametrize(("hits", "thrashes"), [(24, True), (25, False)])
 def test_a_cache_with_more_hits_than_refaults_does_not_thrash(hits, thrashes):
-    """A cache with as many refaults as hit blocks thrashes; one with more hit blocks does not."""
+    """A cache thrashes with as many refaults as hit blocks, and not with more hit blocks."""
     cache, seen = watched(4)
     serve(cache, *["ab", "uv", "xy"] * 5, *["xy"] * hits)
     seen.settle()

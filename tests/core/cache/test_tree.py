@@ -72,7 +72,7 @@ def test_a_span_has_the_keys_that_cover_it():
 
 
 def test_the_span_at_which_paths_begin_is_empty():
-    """Above the first span of each path is one without blocks, before which there is nothing."""
+    """Above the first span of each path is one without blocks, and nothing is before that."""
     cache = make()
     serve(cache, "ab")
     (top,) = cache.tree.spans()
