@@ -404,7 +404,6 @@ class Server:
         try:
             await self._listener.start()
         except BaseException as error:
-            await self._listener.stop()
             self.discard(error)  # so that an older trace stays
             raise
         self.url = self._listener.url

@@ -536,7 +536,9 @@ def _warmed(drawn, tests, files, tell):
         for name in used.keys() - steady:
             tell(f"left out, as it fails in another order: {name}")
             del coverage.seconds[name]
-        tell(f"{len(coverage.seconds)} tests, {sum(coverage.seconds.values()):.0f} s")
+        core = importlib.import_module("kvcore.native").state()  # not built: `CALLS_C` survives
+        seconds = sum(coverage.seconds.values())
+        tell(f"{len(coverage.seconds)} tests, {seconds:.0f} s; the core runs {core}")
         survived = []
         for count, mutant in enumerate(drawn, 1):
             if _forked(_survives, mutant, items, coverage):

@@ -13,6 +13,7 @@ from collections import Counter
 from io import BytesIO
 from itertools import accumulate, pairwise
 
+import attrs
 import orjson
 import pytest
 from helpers.faults import fail, faulty
@@ -998,6 +999,22 @@ def test_what_has_come_is_read_before_each_part_of_a_large_body():
             asyncio.get_running_loop().remove_reader(here)
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("less", "status"), [(0, 200), (1, 503)])
+@played(health_interval=60)
+async def test_an_answer_may_be_as_large_as_the_limit(proxy, servers, client, less, status):
+    """The models that a server tells are passed on up to the limit of an answer.
+
+    A refusal names the server that was asked last, and says what is wrong with its answer.
+    """
+    async with client.get("/v1/models") as answer:
+        data = await answer.read()
+    proxy.config = attrs.evolve(proxy.config, answer=len(data) - less)
+    async with client.get("/v1/models") as answer:
+        assert answer.status == status
+        text = await answer.text()
+    assert text == data.decode() or f"{servers[-1].url[7:]}: its answer is too large" in text
 
 
 @played(answer=10, health_interval=60)

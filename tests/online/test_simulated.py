@@ -267,6 +267,23 @@ def test_a_server_that_cannot_listen_is_closed():
         asyncio.run(main(taken.getsockname()[1]))
 
 
+def test_a_server_that_has_ended_leaves_no_timer():
+    """A loop that goes on has nothing to do for a server that was stopped in time."""
+    timers = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+        server = Server(simulated_parts(), FAST)
+        await server.start()
+        loop.call_later = lambda *arguments: timers.append(later(*arguments)) or timers[-1]
+        await server.stop()
+
+    asyncio.run(main())
+    assert timers
+    assert all(timer.cancelled() for timer in timers)
+
+
 def made(**options):
     """Return a simulated server that does not listen."""
     return Server(simulated_parts(**options), FAST)

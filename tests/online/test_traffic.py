@@ -186,6 +186,13 @@ def test_prompts_of_a_call_are_requests(tmp_path):
     assert [len(keys) for *_, keys in found] == [3, 3, 1, 1]
 
 
+def test_a_prompt_of_a_call_has_a_token_at_least(tmp_path):
+    """A server that has counted fewer tokens than prompts leaves none of them empty."""
+    flight = flown(1, prompt=1, parts=[prompt_of(6, "a"), prompt_of(3, "b")])
+    found = written(tmp_path / "day.jsonl", flight)
+    assert [prompt for _, prompt, *_ in found] == [1, 1]
+
+
 def test_answers_have_no_more_keys_than_one(tmp_path, monkeypatch):
     """The keys of all answers to a prompt are at most those that one may have."""
     monkeypatch.setattr(traffic, "MOST_KEYS", 2 * KEYS - 1)
