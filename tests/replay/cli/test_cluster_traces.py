@@ -106,9 +106,7 @@ def test_verbs_for_one_server_require_a_replica(folder, tmp_path, command):
     words = [word.replace("OUT", str(tmp_path / "out")) for word in command]
     done = run(*words, cwd=folder)
     assert done.returncode == 2
-    assert (
-        "is the trace of 3 replicas: say which one, replica 0 to 2" in done.stderr
-    )
+    assert "is the trace of 3 replicas: say which one, replica 0 to 2" in done.stderr
     assert not list(tmp_path.iterdir())
     for replica in ("0", "1:2"):
         assert run(*words, "--replica", replica, cwd=folder).returncode == 0
