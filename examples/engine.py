@@ -86,8 +86,9 @@ class Engine:
         cache, backend = self.cache, self.backend
         starts = [branch.sequence.computed for branch in branches]
         lengths = [len(b.text) - start for b, start in zip(branches, starts, strict=True)]
-        for branch, length in zip(branches, lengths, strict=True):  # 1. room, by evictions
-            cache.extend(branch.sequence, length, self.now)
+        for branch in branches:  # 1. room, by evictions: what is missing, if a step is repeated
+            seq = branch.sequence
+            cache.extend(seq, len(branch.text) - seq.tokens, self.now)
         batch = RaggedBatch(
             block_tables=[cache.block_table(branch.sequence) for branch in branches],
             contexts=starts,
