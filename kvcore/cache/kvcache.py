@@ -838,7 +838,10 @@ class KVCache:
         request, geometry = seq.request, self.geometry
         # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
         if not (request.publishes and isinstance(seq.keys, list)) or seq.keys is request.keys:
-            msg = f"request {request.id} publishes no output: its blocks get no more keys"
+            msg = (
+                f"request {request.id} publishes no output: its blocks get no more keys; make "
+                "it by text_request(..., publish=True), for a cache that counts tokens"
+            )
             raise InputError(msg)
         more = geometry.block_keys(request, keys, len(request.output_keys) + seq.named)
         seq.named += len(keys)

@@ -55,7 +55,7 @@ class WorkerDied:
         """Return the reason for which the task has no other outcome."""
         return (
             f"its worker died {ATTEMPTS} times, at last by {self.ended}: a crash, or more "
-            "memory than there is (fewer --jobs need less)"
+            "memory than there is (fewer jobs need less)"
         )
 
 

@@ -144,7 +144,7 @@ class TestRefused:
         path = timed(tmp_path / "trace.jsonl", [ask("a")], latency=latency)
         assert whatif(path, latency=text).changes == []
         table.write_text("a secret\n")
-        message = r"no file is opened because a trace names it.*: --latency table:path=FILE$"
+        message = r"no file is opened because a trace names it.*: latency table:path=FILE$"
         self.refused(path, InputError, message)
 
     @pytest.mark.parametrize("option", ["load", "save"])

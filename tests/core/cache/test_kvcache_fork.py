@@ -309,7 +309,7 @@ def test_blocks_without_keys_get_no_more_of_them(accounting, publish):
     cache = make(12, accounting=accounting)
     prompt = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=publish)
     seq = compute(cache, cache.open(prompt))
-    with pytest.raises(InputError, match="request 1 publishes no output: its blocks get no"):
+    with pytest.raises(InputError, match=r"request 1 publishes no output: .* publish=True"):
         cache.append_keys(seq, ["more"])
     assert len(seq.keys) == len(prompt.keys) == 1
 
