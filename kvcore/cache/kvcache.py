@@ -88,14 +88,17 @@ class KVCache:
         stats: counts of lookups and hits so far.
         tiers: the tiers below the pool, set by `Tiers(cache, ...)`; None without tiers.
         trace: the recorder, as given.
-        on_copy: called as `on_copy(source, target)` when a sequence that writes into a shared
-            block gets a block of its own, to copy the K/V. It and the next two are None until
-            the owner of the K/V sets them.
-        on_fork: called as `on_fork(seq, child)` after `seq` was forked, to copy data kept
-            beside a sequence.
+        on_copy: called as `on_copy(source, target)` before a sequence that writes into a
+            shared block gets a block of its own, to copy the K/V. It and the next two are None
+            until the owner of the K/V sets them. What it or `on_fork` raises passes as it is,
+            and the call can be repeated: the sequences have not changed.
+        on_fork: called as `on_fork(seq, child)` before the `child` of `seq` is open, to copy
+            data kept beside a sequence.
         on_compact: called as `on_compact(seq, table, held)` after `seq` was compacted, to
             copy the K/V of the tokens that stay into its new blocks. `table` is its block
-            table before, with the K/V of `held` tokens.
+            table before, with the K/V of `held` tokens. Blocks of `table` get new K/V, so
+            nothing can be undone: if it raises, that ends the use of the cache, as a plugin's
+            error does.
 
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
@@ -446,7 +449,8 @@ class KVCache:
     def extend(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
         """Allocate private blocks for `tokens` more tokens; evict blocks if too few are free.
 
-        A partial last block that another sequence shares since a fork is copied first.
+        A partial last block that another sequence shares since a fork is copied first; if
+        `on_copy` raises, `seq` is as before, and the blocks for it are free.
 
         Raises:
             InputError: a closed sequence, or fewer than 0 tokens.
@@ -468,7 +472,7 @@ class KVCache:
                 raise OutOfBlocks(self._no_room(seq.request, need, 0))
             ids = self.tree.allocate(need, seq, now)
             if tail is not None and ids is not None:
-                self._copy_tail(seq, tail, ids[0], now)
+                self._copy_tail(seq, tail, ids, now)
                 ids = ids[1:]
             if ids and seq.private is not None:
                 if self.trace is not None:
@@ -554,7 +558,7 @@ class KVCache:
             InputError: fewer than 1 token, or no fewer than it holds; or `seq` has not yet
                 computed all blocks that it shares.
             OutOfBlocks: too few blocks for the copy; no block has changed.
-            PolicyError: a plugin failed.
+            PolicyError: a plugin or `on_compact` failed.
         """
         now = self._begin(seq, now)
         held = seq.held
@@ -589,13 +593,12 @@ class KVCache:
         if self.on_compact is not None and before is not None:
             try:
                 self.on_compact(seq, before, held)
-            except PolicyError as error:  # it names the plugin and the method
-                self.tree.failure = error
-                raise
             except BaseException as error:
-                raise self.tree.fail(
-                    self.retention or self.eviction, "on_compact", error
-                ) from error
+                msg = (
+                    f"on_compact() of the owner of the K/V raised {type(error).__name__}: "
+                    f"{error}; sequence {seq.id} has lost K/V, so the use of the cache has ended"
+                )
+                raise self.tree.end(PolicyError(msg), error) from error
 
     def close(
         self,
@@ -650,7 +653,7 @@ class KVCache:
         """Return a sequence that shares every block of `seq`, copy-on-write.
 
         Allocates nothing, and counts as no access and no hit. A cache that only counted
-        blocks gives them ids from then on.
+        blocks gives them ids from then on. If `on_fork` raises, there is no fork.
 
         Raises:
             InputError: tokens beyond the prompt are allocated and not committed, so both
@@ -666,12 +669,14 @@ class KVCache:
             )
             raise InputError(msg)
         pool = self._pool_with_ids()
-        self._last_id += 1
         child = copy(seq)
-        child.id, child.private = self._last_id, array("i", seq.private or ())
+        child.id, child.private = self._last_id + 1, array("i", seq.private or ())
         child.data = None
         if seq.request.publishes:
             child.keys = list(seq.keys)  # `append_keys` extends the list of one sequence
+        if self.on_fork is not None:
+            self.on_fork(seq, child)
+        self._last_id = child.id
         pool.share(child.private)
         if seq.family is None:
             seq.family = [seq]
@@ -681,8 +686,6 @@ class KVCache:
         self.sequences[child.id] = child
         if self.trace is not None:
             self.trace.fork(now, seq=seq.id, child=child.id)
-        if self.on_fork is not None:
-            self.on_fork(seq, child)
         return child
 
     def rollback(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
@@ -900,16 +903,23 @@ class KVCache:
             return tail if tail in self.pool.owners else None
         return None
 
-    def _copy_tail(self, seq: CacheSequence, tail: int, copy: int, now: int) -> None:
-        """Replace `tail`, the last block of `seq`, by the block `copy`."""
+    def _copy_tail(self, seq: CacheSequence, tail: int, new: Ids, now: int) -> None:
+        """Replace `tail`, the last block of `seq`, by the first of the blocks `new`.
+
+        If `on_copy` raises, all of them are free, to be allocated in the same order.
+        """
         assert isinstance(self.pool, BlockPool)
         assert seq.private is not None
-        self.pool.unshare(tail)
-        seq.private[-1] = copy
-        if self.trace is not None:
-            self.trace.copy(now, seq=seq.id, block=seq.blocks - 1, source=tail, to=copy)
         if self.on_copy is not None:
-            self.on_copy(tail, copy)
+            try:
+                self.on_copy(tail, new[0])
+            except BaseException:
+                self.pool.free(new[::-1], len(new))
+                raise
+        self.pool.unshare(tail)
+        seq.private[-1] = new[0]
+        if self.trace is not None:
+            self.trace.copy(now, seq=seq.id, block=seq.blocks - 1, source=tail, to=new[0])
 
     def _pool_with_ids(self) -> BlockPool:
         """Return the pool; a pool that only counts is replaced by one with ids first.

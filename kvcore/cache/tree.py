@@ -39,7 +39,7 @@ from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.span import Span
 from kvcore.errors import PolicyError
-from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
+from kvcore.plugins import FAILURES, Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
@@ -888,11 +888,22 @@ class SpanTree:
     def fail(self, plugin: Plugin, method: str, error: BaseException) -> PolicyError:
         """Return a PolicyError for the `error` of a plugin; it ends the use of the cache.
 
-        Raises:
-            KeyboardInterrupt: `error` is one. It ends the use of the cache, too.
+        Raises as `end` does.
         """
-        failure = self._failed(policy_error(plugin, method, error))
-        if isinstance(error, KeyboardInterrupt):
+        return self.end(policy_error(plugin, method, error), error)
+
+    def end(self, failure: PolicyError, error: BaseException) -> PolicyError:
+        """Return `failure`, for the `error` of a callback; it ends the use of the cache.
+
+        So does an `error` which is no failure of a plugin, such as KeyboardInterrupt: whatever
+        it was, the call has stopped half-way. Hence callers catch BaseException.
+
+        Raises:
+            BaseException: `error`, if it is none of `FAILURES`, or is a PolicyError already,
+                which names its plugin and method.
+        """
+        self._failed(error if isinstance(error, PolicyError) else failure)
+        if self.failure is error or not isinstance(error, FAILURES):
             raise error
         return failure
 

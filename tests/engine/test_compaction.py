@@ -1,6 +1,7 @@
 """Compaction: a sequence continues with some of its tokens, in private blocks."""
 
 from array import array
+from unittest.mock import Mock
 
 import pytest
 from helpers.caches import (
@@ -230,18 +231,22 @@ def test_accounting_without_block_ids_decides_equally():
 
 
 def test_a_copy_that_fails_ends_the_use_of_the_cache():
-    """If `on_compact` raises, the cache is unusable and every later call raises the error."""
+    """If `on_compact` raises, the cache is unusable and every later call raises the error.
 
-    def fail(*_):
-        msg = "no memory"
-        raise RuntimeError(msg)
-
-    cache = make(retention=Eager(4))
-    cache.on_compact = fail
-    with pytest.raises(PolicyError, match=r"'eager'.* raised .*on_compact.*no memory"):
-        start(cache, "abc")
-    with pytest.raises(PolicyError, match="no memory"):
-        cache.probe(ask("a"))
+    The error names the callback, and no plugin; a PolicyError names a plugin and passes.
+    """
+    plugin = PolicyError("plugin 'x' raised")
+    for raised, says in [
+        (RuntimeError("no memory"), r"^on_compact\(\) of the owner .* raised .*: no memory; seq"),
+        (plugin, "^plugin 'x' raised$"),
+    ]:
+        cache = make(retention=Eager(4))
+        cache.on_compact = Mock(side_effect=raised)
+        with pytest.raises(PolicyError, match=says) as first:
+            start(cache, "abc")
+        assert (first.value is plugin) == (raised is plugin)
+        with pytest.raises(PolicyError, match=says):
+            cache.probe(ask("a"))
 
 
 @pytest.mark.parametrize("answer", [0, -3, 1.5, "2"])
