@@ -596,7 +596,7 @@ class KVCache:
             except BaseException as error:
                 msg = (
                     f"on_compact() of the owner of the K/V raised {type(error).__name__}: "
-                    f"{error}; sequence {seq.id} has lost K/V, so the use of the cache has ended"
+                    f"{error}; sequence {seq.id} has lost K/V: make a new cache"
                 )
                 raise self.tree.end(PolicyError(msg), error) from error
 

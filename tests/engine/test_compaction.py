@@ -237,7 +237,7 @@ def test_a_copy_that_fails_ends_the_use_of_the_cache():
     """
     plugin = PolicyError("plugin 'x' raised")
     for raised, says in [
-        (RuntimeError("no memory"), r"^on_compact\(\) of the owner .* raised .*: no memory; seq"),
+        (OSError("no room"), r"^on_compact\(\) of the owner .* raised .*: no room; seq"),
         (plugin, "^plugin 'x' raised$"),
     ]:
         cache = make(retention=Eager(4))

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from asyncio import CancelledError
 from copy import copy
 
 import attrs
@@ -199,21 +200,22 @@ def test_sys_exit_in_a_policy_makes_the_cache_unusable():
     assert_poisoned(cache, caught.value)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CancelledError])
 @pytest.mark.parametrize("method", ["on_miss", "victim", "on_pin"])
-def test_an_interrupt_in_a_policy_makes_the_cache_unusable(method):
-    """KeyboardInterrupt in a policy passes unchanged; later calls raise PolicyError."""
+def test_an_interrupt_in_a_policy_makes_the_cache_unusable(method, error):
+    """What is no failure of a policy passes unchanged; later calls raise PolicyError."""
 
     def interrupted(called):
         if called == method:
-            raise KeyboardInterrupt
+            raise error
 
     cache = full()
     cache.eviction.fails = interrupted
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(error) as caught:
         cache.open(ask("abcd!"))
     assert caught.value.__cause__ is None
     cache.eviction.fails = fail_in()
-    with pytest.raises(PolicyError, match=rf"{NAME} raised KeyboardInterrupt in {method}"):
+    with pytest.raises(PolicyError, match=rf"{NAME} raised {error.__name__} in {method}"):
         cache.check_integrity()
 
 
