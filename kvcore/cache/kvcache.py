@@ -43,7 +43,15 @@ from kvcore.cache.retention import (
 from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
-from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
+from kvcore.plugins import (
+    FAILURES,
+    Plugin,
+    describe,
+    find_override,
+    policy_error,
+    resolve,
+    wrong_answer,
+)
 from kvcore.request import NO_HINTS, Key, Request
 
 if TYPE_CHECKING:
@@ -871,7 +879,7 @@ class KVCache:
             return
         if self._droppable is not None and own_blocks(self.pool, seq) == seq.private_blocks:
             try:
-                holes = new_holes(seq, self._droppable(seq))
+                holes = new_holes(retention, seq, self._droppable(seq))
             except BaseException as error:
                 raise self.tree.fail(retention, "droppable", error) from error
             if holes:
@@ -884,9 +892,9 @@ class KVCache:
         try:
             kept = self._keeps(seq)
             # `index` accepts whole numbers of any kind, such as those of arrays.
-            if kept is not None and index(kept) < 1:
-                msg = f"{kept} tokens of {seq.held}: give 1 or more, or None for all"
-                raise ValueError(msg)  # noqa: TRY301 - the plugin's failure like any other
+            if kept is not None and (not hasattr(kept, "__index__") or index(kept) < 1):
+                why = f"{kept!r} of {seq.held} tokens: give 1 or more, or None for all"
+                raise wrong_answer(retention, "keeps()", why)  # noqa: TRY301 - see `fail`
         except BaseException as error:
             raise self.tree.fail(retention, "keeps", error) from error
         if kept is not None and kept < seq.held:
