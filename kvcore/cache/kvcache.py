@@ -249,8 +249,9 @@ class KVCache:
         O(blocks) in C.
 
         Raises:
-            InputError: the cache only counts blocks.
+            InputError: a closed sequence, or the cache only counts blocks.
         """
+        self._begin(seq, self.now)
         if seq.private is None:
             msg = "this cache only counts blocks: make it with ids=True to read block tables"
             raise InputError(msg)
@@ -832,8 +833,10 @@ class KVCache:
         """Append the `keys` of generated tokens, now that these are known. O(keys).
 
         Raises:
-            InputError: the request has no keys for its output, or prompts alone are counted.
+            InputError: a closed sequence, the request has no keys for its output, or prompts
+                alone are counted.
         """
+        self._begin(seq, self.now)
         request, geometry = seq.request, self.geometry
         # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
         if not (request.publishes and isinstance(seq.keys, list)) or seq.keys is request.keys:

@@ -93,6 +93,7 @@ def assert_poisoned(cache, error, *sequences):
             lambda seq=seq: cache.fork(seq),
             lambda seq=seq: cache.rollback(seq, 0),
             lambda seq=seq: cache.close(seq),
+            lambda seq=seq: cache.block_table(seq),
             lambda seq=seq: cache.reserve(seq, 0),
             lambda seq=seq: cache.grow([(0, seq)]),
             lambda: cache.free_ahead(1, "other", 0),
