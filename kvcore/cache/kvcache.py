@@ -344,7 +344,7 @@ class KVCache:
         # The prompt in blocks, the time, and the lines that come before any other.
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
-            now = self._at(now)
+            now = self._at(now, request)
         self.now = now
         if tree.pins:
             tree.pins.end(now)
@@ -379,7 +379,7 @@ class KVCache:
                 return self.open(
                     request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
                 )
-            raise OutOfBlocks(self._no_room(request, need, kept))
+            raise OutOfBlocks(self._no_room(request, need, kept, blocks + reserve))
         # From here on only a plugin can fail.
         self._last_id += 1
         self._admissions += 1
@@ -427,7 +427,7 @@ class KVCache:
         Returns None if it would get none: no sequence is open then.
         """
         tree, trace, request = self.tree, self.trace, planned.request
-        now = self._at(now)
+        now = self._at(now, request)
         match = tree.match(planned.keys, planned.cacheable, now)
         if match.expired is not None:
             tree.drop_expired(match.expired, match.expired.last_request, now)
@@ -478,7 +478,7 @@ class KVCache:
         need += tail is not None
         if need:
             if need > self.available_blocks and not self.make_room(need, now):
-                raise OutOfBlocks(self._no_room(seq.request, need, 0))
+                raise OutOfBlocks(self._no_room(seq.request, need, 0, blocks - seq.freed))
             ids = self.tree.allocate(need, seq, now)
             if tail is not None and ids is not None:
                 self._copy_tail(seq, tail, ids, now)
@@ -582,7 +582,8 @@ class KVCache:
         blocks = -(-(tokens + ahead) // self.geometry.block_size)
         need = max(0, blocks - own_blocks(self.pool, seq))
         if need > self.available_blocks and not self.make_room(need, now):
-            raise OutOfBlocks(self._no_room(seq.request, need, 0))
+            held = seq.blocks - seq.freed
+            raise OutOfBlocks(self._no_room(seq.request, need, 0, held + need))
         before = None if seq.private is None else seq.table()
         new = self.tree.allocate(need, seq, now)
         freed = compact_blocks(self.pool, seq, blocks, new)
@@ -949,12 +950,15 @@ class KVCache:
 
     # Refusals.
 
-    def _at(self, now: int | None) -> int:
+    def _at(self, now: int | None, request: Request) -> int:
         """Return the time of a call in ns; None stands for that of the previous call."""
         if now is None:
             return self.now
         if type(now) is not int or now < self.now:
-            msg = f"time is whole nanoseconds and never decreases: {now!r} after {self.now}"
+            msg = (
+                f"a call for request {request.id} has the time {now!r}, the one before "
+                f"{self.now}: time is whole nanoseconds and never decreases"
+            )
             raise InputError(msg)
         self.now = now
         return now
@@ -964,7 +968,7 @@ class KVCache:
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
         if type(now) is not int or now < self.now:
-            return self._at(now)
+            return self._at(now, seq.request)
         self.now = now
         return now
 
@@ -981,10 +985,14 @@ class KVCache:
         # A new exception, since raising one object again lengthens its traceback each time.
         raise PolicyError(str(self.tree.failure)) from self.tree.failure
 
-    def _no_room(self, request: Request, need: int, kept: int) -> str:
+    def _no_room(self, request: Request, need: int, kept: int, total: int) -> str:
+        """Return why `need` more blocks are missing, to a `total` that may exceed the pool."""
+        pool, evictable = self.pool, self.tree.unpinned_blocks - kept
+        never = f": {total} in all never fit, make the pool larger"
         return (
-            f"request {request.id} needs {need} more blocks; {self.pool.free_blocks} of "
-            f"{self.pool.blocks} are free and {self.tree.unpinned_blocks - kept} can be evicted"
+            f"request {request.id} needs {need} more blocks; {pool.free_blocks} of "
+            f"{pool.blocks} are free and {max(evictable, 0)} can be evicted"
+            f"{never if total > pool.blocks else ''}"
         )
 
     def adopt(self, request: Request) -> None:
