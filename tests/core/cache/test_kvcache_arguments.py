@@ -193,7 +193,7 @@ def test_a_request_without_room_is_told_what_there_is(reserve, evictable):
 
 
 def test_a_request_larger_than_the_pool_is_told_that_it_never_fits():
-    """What the pool can never hold is told so, at admission and later, and nothing else is."""
+    """A sequence larger than the pool is told so, at admission and later; no other one is."""
     cache = make(6)
     with pytest.raises(OutOfBlocks, match="can be evicted: 7 in all never fit, make"):
         cache.open(ask("abcdefg"))
