@@ -43,15 +43,7 @@ from kvcore.cache.retention import (
 from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
-from kvcore.plugins import (
-    FAILURES,
-    Plugin,
-    describe,
-    find_override,
-    policy_error,
-    resolve,
-    wrong_answer,
-)
+from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import NO_HINTS, Key, Request
 
 if TYPE_CHECKING:
@@ -898,7 +890,7 @@ class KVCache:
             # `index` accepts whole numbers of any kind, such as those of arrays.
             if kept is not None and (not hasattr(kept, "__index__") or index(kept) < 1):
                 why = f"{kept!r} of {seq.held} tokens: give 1 or more, or None for all"
-                raise wrong_answer(retention, "keeps()", why)  # noqa: TRY301 - see `fail`
+                raise self.tree.refuse(retention, "keeps()", why)  # noqa: TRY301 - passes
         except BaseException as error:
             raise self.tree.fail(retention, "keeps", error) from error
         if kept is not None and kept < seq.held:

@@ -522,7 +522,7 @@ class SpanTree:
                 parent.children = {key: span}
             elif children.setdefault(key, span) is not span:
                 why = f"no more than {parent!r}, which {children[key]!r} continues"
-                raise self._refuse(self.index, "match()", why)
+                raise self.refuse(self.index, "match()", why)
             parent.creator = None
             seq.span = span
             if parent.priority != priority or parent.priority_until != until:
@@ -786,7 +786,7 @@ class SpanTree:
             or span.parent is None
             or span.geometry is not self.geometry
         ):
-            raise self._refuse(self.eviction, "victim()", self._why_not(span))
+            raise self.refuse(self.eviction, "victim()", self._why_not(span))
         blocks = span.end - span.start
         method = self._callbacks.evictable_blocks
         if method is None or self._evicts_leaves:
@@ -794,7 +794,7 @@ class SpanTree:
         count = self._call(self.eviction, "evictable_blocks", method, span)
         if type(count) is not int or not 1 <= count <= blocks:
             why = f"{count!r}: give 1 to {blocks}"
-            raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
+            raise self.refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
         return span, count
 
     def _why_not(self, answer: object) -> str:
@@ -907,7 +907,7 @@ class SpanTree:
             raise error
         return failure
 
-    def _refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
+    def refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
         """Return a PolicyError for a wrong answer; it ends the use of the cache."""
         return self._failed(wrong_answer(plugin, question, why))
 

@@ -204,7 +204,7 @@ def test_sys_exit_in_a_policy_makes_the_cache_unusable():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CancelledError])
 @pytest.mark.parametrize("method", ["on_miss", "victim", "on_pin"])
 def test_an_interrupt_in_a_policy_makes_the_cache_unusable(method, error):
-    """An error that is no failure of a policy passes unchanged; later calls raise PolicyError."""
+    """An error that is no failure of a policy passes unchanged; later calls are refused."""
 
     def interrupted(called):
         if called == method:
