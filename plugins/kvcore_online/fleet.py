@@ -35,7 +35,7 @@ from kvcore_events.model import (
 from kvcore_events.sequencer import Delivery, Gap, Restart, StreamItem
 from kvcore_events.subscriber import Server, Subscriber
 from kvcore_online.route_config import RouteConfig, Upstream
-from kvcore_online.supervision import PAUSE_SECONDS, Messages, supervised, warn
+from kvcore_online.supervision import LOG, PAUSE_SECONDS, Messages, supervised, warn
 from kvcore_online.traffic import Flight, Metrics, TrafficLog
 from kvcore_plugins.traces.keyed import KeyedNames
 
@@ -454,6 +454,17 @@ class Fleet:
                     self.log_error = kept
                 warn(f"{self.log_error}; the proxy goes on without a trace")
 
+    def rotate(self) -> None:
+        """Close the trace, and begin the next one: what has come so far can be read."""
+
+        def write(log: TrafficLog) -> None:
+            try:
+                log.rotate(self.now())
+            except InputError as error:
+                raise StorageError(str(error)) from error
+
+        self._write(write)
+
     def _unlogged(self, error: InputError) -> None:
         """Count a request that cannot be written to the trace, which goes on without it."""
         self.metrics.unlogged.inc()
@@ -556,7 +567,7 @@ class Fleet:
             self._write(lambda log: log.sync(self.now()))
 
     def _join(self, server: LiveServer) -> None:
-        warn(f"{server.options.name} is up")
+        LOG.info("%s is up", server.options.name)
         self.metrics.up.labels(server.options.name).set(1)
         with self._router_warnings():
             self.dispatcher.joined(server.replica, self.now())

@@ -743,7 +743,9 @@ def run(config: RouteConfig, ready: Callable[[Proxy], None]) -> None:
 
 async def _run(proxy: Proxy, ready: Callable[[Proxy], None]) -> None:
     await proxy.start()
-    with signalled() as ending:
+    # Without a trace nothing is rotated, and SIGHUP ends the proxy as it does other programs.
+    rotate = proxy.fleet.rotate if proxy.config.trace is not None else None
+    with signalled(rotate) as ending:
         try:
             ready(proxy)
             await ending.wait()
