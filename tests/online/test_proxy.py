@@ -93,6 +93,19 @@ async def test_a_response_is_passed_on_with_the_name_of_its_server(
     assert sample(proxy, "requests_total", status="200") == 1
 
 
+@played(router=Hits())
+async def test_a_server_that_gets_nearly_all_requests_is_told(
+    proxy, servers, client, monkeypatch, capsys
+):
+    """A router that follows a shared prefix to one server says so once, not at each request."""
+    monkeypatch.setattr("kvcore_online.fleet.WATCHED", 5)
+    for _ in range(30):
+        await ask(client, text="x" * 640)
+    told = [line for line in capsys.readouterr().err.splitlines() if " got " in line]
+    assert len(told) == 1
+    assert "got 10 of the last 10 requests while 2 servers are up: hits follows" in told[0]
+
+
 @played(count=1)
 async def test_a_short_answer_needs_one_timer(proxy, servers, client):
     """That until it begins: what the client's connection takes at once needs no other."""

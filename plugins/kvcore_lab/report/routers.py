@@ -13,6 +13,8 @@ import attrs
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
 from kvcore_cli.report.tables import NONE, cell, counted, setup, share
+from kvcore_cluster.dispatcher import is_crowded
+from kvcore_cluster.report import FEW_REQUESTS
 from kvcore_lab.report.policies import enumerated
 from kvcore_lab.router_comparison import RouterComparison, RouterRow, SharedCache
 
@@ -105,7 +107,21 @@ class RoutersReport:
                 f"Saturated: {counted(saturated, 'run')}, marked *, whose queue grows for as "
                 "long as requests arrive; their times tell how long the workload is."
             )
+        crowded = {row.router for row in self.comparison.rows if self._is_crowded(row)}
+        if crowded:
+            lines.append(
+                f"Crowded: with {enumerated(sorted(crowded))} one replica got at least ten "
+                "times as many requests as the others in the mean."
+            )
         return "\n".join(lines)
+
+    def _is_crowded(self, row: RouterRow) -> bool:
+        """Return True if one replica got nearly all requests of a workload that has many."""
+        replicas = row.replicas
+        if isinstance(replicas, str):
+            replicas = sum(group["count"] for group in self.comparison.config["replicas"])
+        many = self.comparison.workload.requests >= FEW_REQUESTS * replicas
+        return many and is_crowded(row.imbalance_requests, replicas)
 
     def _costs(self) -> Iterator[str]:
         """Yield a sentence about the cost of each cluster."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002 --router prefix-affinity",
+    "kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002 --router lmetric",
     "kvcore route --config replicas.toml --trace day.jsonl.gz",
     more="Ctrl-C and SIGTERM let requests in flight end, and make the trace whole; SIGHUP "
     "begins the next one, as `day-000001.jsonl.gz`, and so does a restart. "
