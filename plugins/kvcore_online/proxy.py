@@ -512,10 +512,13 @@ class Proxy:
             _refuse("its answer is not JSON", failure=True)
         usage = document.get("usage") if isinstance(document, dict) else None
         if isinstance(usage, dict):
-            self._count_cached(attempt, take_usage(attempt.flight, usage))
+            self._count_usage(attempt, take_usage(attempt.flight, usage))
 
-    def _count_cached(self, attempt: Attempt, tokens: int) -> None:
-        self.fleet.metrics.cached_tokens.labels(attempt.server.options.name).inc(tokens)
+    def _count_usage(self, attempt: Attempt, cached: int) -> None:
+        """Count the prompt tokens that a server has reported, and those that hit there."""
+        name, metrics = attempt.server.options.name, self.fleet.metrics
+        metrics.cached_tokens.labels(name).inc(cached)
+        metrics.counted_tokens.labels(name).inc(attempt.flight.prompt or 0)
 
     async def _pass_on(
         self, http: web.Request, attempt: Attempt, answer: Answer
@@ -546,7 +549,7 @@ class Proxy:
                     reason = str(error) or "it was too slow"
                     why = f"{server.options.name} ended within its answer: {reason}"
                     last = b"data: " + error_body(NO_SERVER, why) + b"\n\n"
-                self._count_cached(attempt, stream.cached)
+                self._count_usage(attempt, stream.cached)
                 await self._give(out, http, last, end=True)
         except (_ClientGoneError, ConnectionError, TimeoutError):
             status = str(GONE)

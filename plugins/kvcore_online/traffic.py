@@ -262,8 +262,9 @@ class Metrics:
         retries: requests by the replica that did not answer.
         first_byte: seconds from arrival to the first byte, by replica.
         hit_tokens: prompt tokens that the router expected to hit, by replica.
-        cached_tokens: prompt tokens that hit by the servers' own count, by replica.
-        prompt_tokens: prompt tokens of requests that were sent, by replica.
+        cached_tokens, counted_tokens: prompt tokens that hit, and all of the same prompts, by
+            the servers' own count, by replica.
+        prompt_tokens: prompt tokens of requests that were sent, as estimated, by replica.
         in_flight: requests in flight, by replica.
         unlogged: requests that could not be written to the trace.
         lost_batches: batches of KV events that are lost or cannot be read, by replica.
@@ -293,6 +294,8 @@ class Metrics:
         self.retries = counter("retries", "Requests that it did not answer.", by)
         self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by)
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by)
+        text = "Prompt tokens of answers with a usage, as servers count."
+        self.counted_tokens = counter("counted_tokens", text, by)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, as estimated.", by)
         self.unlogged = counter("unlogged", "Requests left out of the trace.")
         self.lost_batches = counter("lost_batches", "Batches of KV events not read.", by)

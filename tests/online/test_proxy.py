@@ -90,6 +90,7 @@ async def test_a_response_is_passed_on_with_the_name_of_its_server(
     assert headers["content-type"].startswith("application/json")
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert sample(proxy, "cached_tokens_total") == 32
+    assert sample(proxy, "counted_tokens_total") == json.loads(text)["usage"]["prompt_tokens"]
     assert sample(proxy, "requests_total", status="200") == 1
 
 
@@ -134,6 +135,7 @@ def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
         asked = servers[0].calls[0].get("stream_options")
         assert asked == ({"include_usage": True} if traced else None)
         assert sample(proxy, "cached_tokens_total") == (32 if traced else 0)
+        assert (sample(proxy, "counted_tokens_total") > 0) == traced
         _, _, text = await ask(client, stream=True, stream_options={"include_usage": True})
         assert events(text)[-1]["usage"]["completion_tokens"] == 3
 
