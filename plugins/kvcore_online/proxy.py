@@ -36,7 +36,7 @@ from kvcore_online.listener import (
 )
 from kvcore_online.prompts import MOST_KEYS, Call, SentCall, token_ids, token_request
 from kvcore_online.route_config import RouteConfig
-from kvcore_online.supervision import signalled, stopped, warn
+from kvcore_online.supervision import signalled, stopped
 from kvcore_online.traffic import Flight
 
 if TYPE_CHECKING:
@@ -752,7 +752,6 @@ async def _run(proxy: Proxy, ready: Callable[[Proxy], None]) -> None:
         try:
             ready(proxy)
             await ending.wait()
-            warn("ending; a second signal does not wait for requests in flight")
         finally:
             await stopped(proxy.stop(), ending, proxy.abort)
     if proxy.fleet.log_error is not None:

@@ -187,6 +187,7 @@ async def stopped(
 
     A wrapper of the command may pass on a signal that the command gets as well.
     """
+    LOG.info("ending; a second signal does not wait for requests in flight")
     signals.clear()
     stopping = asyncio.ensure_future(stop)
     again = asyncio.ensure_future(signals.wait())
@@ -195,6 +196,7 @@ async def stopped(
     if not stopping.done():
         abort()
     await stopping
+    LOG.info("ended")
 
 
 @contextmanager

@@ -55,10 +55,16 @@ def test_the_trace_is_complete_after_sigterm(tmp_path):
             await until(lambda: any(server.calls for server in servers))
             ending = asyncio.create_task(program.stop())
             await until(lambda: b"ending" in program.stderr)
+            async with aiohttp.ClientSession(program.url) as client:
+                async with client.get("/health") as answer:
+                    assert (answer.status, "unavailable" in await answer.text()) == (503, True)
+                async with client.post("/v1/completions", json=prompt()) as answer:
+                    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             for each in servers:
                 each.gate.set()
             assert "one two three" in await asked
             assert await ending == 0
+            assert program.stderr.endswith(b"kvcore: ended\n")
 
     asyncio.run(scene())
     (request,) = TraceWorkload(path)
