@@ -18,7 +18,7 @@ from kvcore.plugins.base import (
 from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
 
-__all__ = ["Dispatcher", "PrefixView", "is_crowded"]
+__all__ = ["Dispatcher", "PrefixView"]
 
 CROWDED = 10
 """Requests of a replica, as a multiple of the mean of the others, that few loads call for."""
