@@ -106,7 +106,7 @@ def test_at_most_a_million_keys_wait_for_an_open_request(tmp_path, monkeypatch):
 
 
 def test_a_log_never_replaces_an_earlier_trace(tmp_path):
-    """What a whole or a killed run has left stays as it is: the log goes to the next piece."""
+    """Files of whole and of killed runs stay as they are: the log goes to the next piece."""
     path = tmp_path / "day.jsonl"
     for name in ("day.jsonl", "day-000001.jsonl.part", "day-000002.jsonl"):
         (tmp_path / name).write_text(name)

@@ -67,7 +67,7 @@ class RoutersReport:
         return Table([*replicas, "router", *numbers], cells, [*replicas, *numbers])
 
     def _ranked(self, shared: SharedCache) -> list[RouterRow]:
-        """Return the rows of a cluster: the most goodput, and of those alike the least TTFT."""
+        """Return the rows of a cluster: the most goodput, and of near equals the least TTFT."""
         rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
         rows.sort(key=lambda row: -(row.goodput or 0))
         ranked: list[RouterRow] = []
