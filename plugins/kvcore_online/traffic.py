@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.files import part_path
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
@@ -193,11 +194,13 @@ class TrafficLog:
     def rotate(self, now: int) -> None:
         """Close a file that has a request; the next one has those that are not written yet.
 
+        A device or a pipe has no next one, and stays open.
+
         Raises:
             InputError: the next file cannot be opened.
             StorageError: the disk is full.
         """
-        if self._empty:
+        if self._empty or part_path(self._path) == self._path:
             return
         self._trace.flush(now + 1 - self._zero)
         self.file.close()
