@@ -9,6 +9,7 @@ from kvcore.plugins.manager import Plugins
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import recognise
 from kvcore_plugins.workload import Azure, Chat, Lengths
+from kvcore_plugins.workload.usage import UNKNOWN_PROMPTS
 
 SERVEGEN = "request_id,timestamp,input_tokens,output_tokens"
 
@@ -54,14 +55,14 @@ def test_benchmark_results_of_vllm_are_read(tmp_path):
     first, second = workload
     assert (first.arrival, first.prompt_tokens, first.output_tokens) == (0, 20, 4)
     assert (second.arrival, second.prompt_tokens) == (250_000_000, 10)
-    assert list(workload.notes) == []
+    assert list(workload.notes) == [UNKNOWN_PROMPTS]
 
 
 def test_failed_requests_of_a_benchmark_are_left_out(tmp_path):
     """Failed requests of a benchmark are omitted and counted in a note."""
     workload = Lengths(result(tmp_path / "r.json", errors=["", "refused"]))
     assert [request.prompt_tokens for request in workload] == [10]
-    assert workload.notes == ["failed requests left out: 1"]
+    assert workload.notes == ["failed requests left out: 1", UNKNOWN_PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,8 @@ def test_a_date_and_a_time_of_day_are_one_time(tmp_path, header, options, date):
     half = 500_000_000
     assert [request.arrival for request in workload] == [0, half, 28 * half * 3600 + half]
     name = header.replace("date", "").strip(",")
-    assert list(workload.notes) == [f"times are 'date' and {name!r} together"]
+    told = [f"times are 'date' and {name!r} together", UNKNOWN_PROMPTS]
+    assert list(workload.notes) == told
 
 
 def test_a_time_of_day_without_its_date_is_refused(tmp_path):
@@ -175,6 +177,7 @@ def test_dates_alone_and_columns_that_are_not_read_are_noted(tmp_path):
     assert list(workload.notes) == [
         "dates without a time of day in 'date': all requests of a day arrive at its midnight",
         "'time' is not read, since it has others than times: '11:00 PM'",
+        UNKNOWN_PROMPTS,
     ]
 
 

@@ -48,7 +48,7 @@ from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 from kvcore_plugins.workload.rows import Pending, Row, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
 from kvcore_plugins.workload.turns import Turns
-from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
+from kvcore_plugins.workload.usage import Usage, generated_tokens, reported_note, usage_of
 
 _HEAD_TOKENS = 250_000
 _ISOLATING = frozenset(("cache_salt", "cache_salt_id", "extra_key", "lora_request", "lora_name",
@@ -226,7 +226,7 @@ class Reading:
 
     def _usage_notes(self) -> Iterator[str]:
         if (ratio := self.reported_hit_ratio()) is not None:
-            yield f"the log reports {ratio:.1%} of its prompt tokens as cached"
+            yield reported_note(ratio)
         if self._unfound:
             named, likely = self._names.get("answer"), self._likely_answer
             hint = f"answer={named} has none" if named else "answer=FIELD names it"

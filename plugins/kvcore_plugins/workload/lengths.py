@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, in_
+from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request
 from kvcore.request import block_keys
@@ -45,6 +46,7 @@ from kvcore_plugins.workload.times import (
     finest,
     name_and_unit,
 )
+from kvcore_plugins.workload.usage import UNKNOWN_PROMPTS, reported_note
 
 USUAL = {
     "input": "prompttokens inputlen inputlens inputlength inputtokens inputtoks "
@@ -65,12 +67,14 @@ USUAL = {
     "roundnumber",
     "wait": "toolwaitafter waitafter toolwait toolduration tooltime wait waittime thinktime "
     "think delay pause",
+    "cached": "cachedtokens cachedprompttokens cachedinputtokens numcachedtokens "
+    "promptcachehittokens prompttokensfromcache cachedcontenttokencount",
     "tokens": "inputtokids inputtokenids prompttokenids",
     "generated": "outputtokids outputtokenids completiontokenids",
 }
 """Usual names of columns, in lower case, without signs, the most usual one first."""
 
-_NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait")
+_NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait", "cached")
 _CLOSED = ("prefix", "turn", "wait")
 _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reasoning", "lora"}
 _LENGTHS = re.compile("tok|len|ctx|context|prompt|gen|compl|in|out", re.IGNORECASE)
@@ -82,6 +86,11 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 _LETTERS = re.compile(r"[^\W\d]")
 _TURN_BITS = 44
+ASSUMPTIONS = {
+    "session": "the prompt and the answer before it in its session",
+    "cached": "as many tokens of earlier ones as {!r} has",
+}
+"""What a prompt of which the length alone is known may begin with, by the column for it."""
 _FAULTS = (
     "failed requests left out",
     "rows without lengths left out, such as spans of tools",
@@ -101,10 +110,10 @@ class Lengths(TimedFile):
     that failed are left out, and counted in `notes`.
 
     Such a table has the lengths of prompts, and not their tokens: requests have no keys and
-    never hit. Two kinds of tables have more. Where each row of a session says how many tokens
-    of the context before it goes on with (`prefix_len`), these share their blocks, and the
-    prompt is this prefix and the input. Where rows have the ids of their tokens, keys are
-    hashes of these.
+    never hit, unless `assume` says what they share. Two kinds of tables have more. Where each
+    row of a session says how many tokens of the context before it goes on with (`prefix_len`),
+    these share their blocks, and the prompt is this prefix and the input. Where rows have the
+    ids of their tokens, keys are hashes of these.
 
     In a session whose rows are numbered (`round_idx`, `turn`), or have a wait or a prefix, each
     request is sent after the answer to the one before: a closed loop.
@@ -124,6 +133,12 @@ class Lengths(TimedFile):
         session, tenant: the columns of the session and the tenant of a request.
         prefix, turn, wait: the columns of the tokens that go before the input, of the number of
             a request in its session, and of the wait before or after it.
+        cached: the column of the tokens of a prompt that were in the cache of the server.
+        assume: what prompts begin with where their lengths alone are known: `session`, with the
+            prompt and the answer before them in their session, as far as they are long enough;
+            `cached`, with as many tokens of earlier prompts as were cached; `session+cached`,
+            with the longer of the two; None: nothing is known to be shared. Requests of a
+            session are then sent after the answer to the one before.
         key_tokens: tokens a key would stand for; the block size of a cache that serves it.
         strict: whether a row that would be left out, or a column that changes the meaning and
             is not read, is an error.
@@ -131,7 +146,7 @@ class Lengths(TimedFile):
     """
 
     name: ClassVar[str] = "lengths"
-    later_options = ("prefix", "turn", "wait", "strict")
+    later_options = ("prefix", "turn", "wait", "strict", "cached", "assume")
     # Of vLLM's results, and of tables in any spelling.
     line_fields = (COLUMNAR, ("time", "input", "output"))
 
@@ -145,6 +160,12 @@ class Lengths(TimedFile):
     turn: str | None = attrs.field(default=None, kw_only=True)
     wait: str | None = attrs.field(default=None, kw_only=True)
     strict: bool = attrs.field(default=False, kw_only=True)
+    cached: str | None = attrs.field(default=None, kw_only=True)
+    assume: str | None = attrs.field(
+        default=None,
+        validator=if_given(in_((*ASSUMPTIONS, "+".join(ASSUMPTIONS)))),
+        kw_only=True,
+    )
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
@@ -164,6 +185,7 @@ class Lengths(TimedFile):
         for time, serial, row in reading.sorted():
             first = time if first is None else first
             prompt, output = _tokens(row, input_column, 1), _tokens(row, generated, 0)
+            reading.cached_tokens(row, prompt)
             keys, output_keys = reading.token_keys(row, prompt, output)
             yield Request(
                 id=serial,
@@ -181,6 +203,11 @@ class Lengths(TimedFile):
     def notes(self) -> list[str]:
         """Assumptions about the rows that were read last, and numbers of rows left out."""
         return [] if self._reading is None else self._reading.notes()
+
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """The share of the prompt tokens read last that was cached; None: no row has any."""
+        return None if self._reading is None else self._reading.reported_hit_ratio()
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
@@ -298,9 +325,13 @@ class _Reading:
         # Of fields in objects a wait alone, unless it is named, may be that of anything.
         found = _CLOSED if table.flat else ("prefix", "turn")
         session = options.session or _found("session", names)
-        self.closed = session is not None and (
-            any(getattr(options, role) for role in _CLOSED)
-            or any(_usual(role, names) for role in found)
+        self._assumed = options.assume.split("+") if options.assume else []
+        self.closed = bool(self._assumed) or (
+            session is not None
+            and (
+                any(getattr(options, role) for role in _CLOSED)
+                or any(_usual(role, names) for role in found)
+            )
         )
         usual = find_times(tuple(names))
         candidates = usual if options.time is None else [options.time]
@@ -339,7 +370,10 @@ class _Reading:
             and (turns or input_name.startswith(("new", "append")))
         )
         self._wait_factor = UNITS["ms"] if turns else None
+        self._knows = "prefix" in base or "tokens" in base or self._grows
+        self._check_assumed()
         self._chain = SessionChain(options.key_tokens)
+        self._repeating = self._anew = self._prompts = self._cached = 0
         self._first: int | None = None
         self._left_out = Counter[str]()
         known = {*base.values()}
@@ -385,6 +419,10 @@ class _Reading:
         elif self._grows:
             shared = self._chain.session(label).context
         prompt = input_tokens + (shared or 0) if self._added or self._grows else input_tokens
+        opening, cached = None, self.cached_tokens(row, prompt)
+        if self._assumed:
+            shared = self._shared(label, prompt, cached)
+            opening = cached if "cached" in self._assumed else None
         end = None if self._end is None else self._end.read(fields.get(self._end.name))
         wait = self._wait(row)
         after = "wait" in columns and bool({"after", "tool"} & _words(columns["wait"]))
@@ -398,11 +436,50 @@ class _Reading:
             prompt=prompt,
             output=output,
             shared=None if shared is None else min(shared, prompt),
+            opening=opening,
             keys=keys,
             generated=generated,
         )
         pending = self._chain.build(turn, label, _label(row, columns.get("tenant")))
         return turn.time, [pending].copy
+
+    def cached_tokens(self, row: Row, prompt: int) -> int:
+        """Return the tokens of a prompt that were cached, 0 where none are told; count both."""
+        name = self.columns.get("cached")
+        if name is None or row.fields.get(name) in (None, ""):
+            return 0
+        cached = min(_tokens(row, name, 0), prompt)
+        self._prompts, self._cached = self._prompts + prompt, self._cached + cached
+        return cached
+
+    def reported_hit_ratio(self) -> float | None:
+        """Return the share of the prompt tokens that was cached; None: none was."""
+        return self._cached / self._prompts if self._cached else None
+
+    def _shared(self, label: str | None, prompt: int, cached: int) -> int:
+        """Return the tokens of a prompt that are assumed to be those before in its session."""
+        session, shared = self._chain.session(label), 0
+        if "session" in self._assumed and session.last is not None:
+            shared = session.quoted(prompt)
+            self._repeating += shared > 0
+            self._anew += not shared
+        return max(shared, cached) if "cached" in self._assumed else shared
+
+    def _check_assumed(self) -> None:
+        """Raise InputError if a table tells what prompts share, or not what is assumed by."""
+        options, columns = self._options, self.columns
+        if self._assumed and self._knows:
+            told = columns.get("prefix") or columns.get("tokens") or columns["input"]
+            msg = f"{options.path}: {told!r} tells what prompts share: leave out assume="
+            raise InputError(msg)
+        for role in self._assumed:
+            if role not in columns:
+                msg = (
+                    f"{options.path}:{self._table.line}: assume={options.assume} needs a "
+                    f"column of {role}: {role}=COLUMN names it. There are: "
+                    f"{', '.join(self._table.names)}"
+                )
+                raise InputError(msg)
 
     def token_keys(
         self, row: Row, prompt: int, output: int
@@ -443,9 +520,31 @@ class _Reading:
             notes.append(f"prompts are {columns['prefix']!r} and {columns['input']!r} together")
         elif self._grows:
             notes.append(f"prompts are the context of their session and {columns['input']!r}")
+        if not self._knows:
+            notes.append(self._sharing())
+        if (ratio := self.reported_hit_ratio()) is not None:
+            notes.append(reported_note(ratio))
         if self._unread:
             notes.append(self._unread)
         return notes
+
+    def _sharing(self) -> str:
+        """Return the note on what prompts share of which the lengths alone are known."""
+        columns = self.columns
+        roles = self._assumed or [role for role in ASSUMPTIONS if role in columns]
+        what = f"assume={'+'.join(roles)}"
+        begins = " or ".join(ASSUMPTIONS[role].format(columns[role]) for role in roles)
+        if not self._assumed:
+            hint = f"; {what} lets a prompt begin with {begins}" if roles else ""
+            return UNKNOWN_PROMPTS + hint
+        counts = sent = ""
+        if "session" in roles:
+            counts = (
+                f" ({self._repeating:,} do, {self._anew:,} are shorter than the one before)"
+            )
+        if "session" in columns:
+            sent = "; it is sent after the answer before it in its session"
+        return f"{what}: a prompt begins with {begins}{counts}{sent}"
 
     def _timed(self) -> Iterator[Timed[Row]]:
         columns, options, clock = self.columns, self._options, self._clock
