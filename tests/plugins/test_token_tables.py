@@ -106,3 +106,32 @@ def test_what_cannot_be_assumed_is_refused(tmp_path, more, assume, complaint):
     header = f"time_s,input,output{more}"
     with pytest.raises(InputError, match=complaint):
         list(table(tmp_path, "0,5,3" + more.count(",") * ",1", header=header, assume=assume))
+
+
+MODELS = ("0,100,8,big", "1,100,8,small", "2,100,8,big")
+
+
+def test_a_table_of_several_models_says_so(tmp_path):
+    """A note counts the rows of each model, and the file names that of most."""
+    workload = table(tmp_path, *MODELS, header="time_s,isl,osl,Model Name")
+    assert len([*workload]) == 3
+    assert any(
+        note.startswith("rows are of 2 models: big (2), small (1)") for note in workload.notes
+    )
+    assert workload.served_model == "big"
+
+
+def test_rows_of_one_model_can_be_read(tmp_path):
+    """With `only_model` the rows of another model are not read, and the note says so."""
+    workload = table(tmp_path, *MODELS, header="time_s,isl,osl,model", only_model="small")
+    assert [request.id for request in workload] == [1]
+    assert "those of small alone are read" in workload.notes[-1]
+    assert workload.served_model == "small"
+
+
+def test_a_model_that_no_row_names_is_refused(tmp_path):
+    """A model that is not there is an error that lists those that are."""
+    workload = table(tmp_path, *MODELS, header="time_s,isl,osl,engine", model="engine")
+    workload.only_model = "huge"
+    with pytest.raises(InputError, match=r"of the model 'huge'; there are: big \(2\), small"):
+        list(workload)

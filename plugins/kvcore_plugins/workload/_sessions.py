@@ -38,7 +38,7 @@ class Session:
         """Return the first tokens of a prompt that repeats what was said, by its length alone.
 
         That is the last prompt and its answer; without the answer, such as reasoning, if the
-        prompt is too short for it. One that is shorter than the last prompt starts anew.
+        prompt is too short for it. One that is shorter than the last prompt repeats nothing.
         """
         if prompt >= self.context:
             return self.context

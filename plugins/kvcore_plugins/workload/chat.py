@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +12,7 @@ import orjson
 from kvcore import Request
 from kvcore_plugins.workload._chat_options import ChatFile
 from kvcore_plugins.workload._messages import is_chat, nested, token_ids, unpacked
+from kvcore_plugins.workload.left_out import most_named
 from kvcore_plugins.workload.rows import Row, merged
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ class Chat(ChatFile):
         """The model that most of the first rows name."""
         from kvcore_plugins.workload._chat_rows import models_in_head  # noqa: PLC0415 - as above
 
-        counts = Counter(models_in_head(self))
-        return max(counts, key=counts.__getitem__, default=None)
+        return most_named(models_in_head(self))
 
     @property
     def reported_hit_ratio(self) -> float | None:

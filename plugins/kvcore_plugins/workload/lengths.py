@@ -33,6 +33,7 @@ from kvcore_plugins.workload._tables import (
     table_header,
 )
 from kvcore_plugins.workload.file_workload import TimedFile
+from kvcore_plugins.workload.left_out import models_note, most_named, no_model
 from kvcore_plugins.workload.rows import Pending, Row, merged, parse_row, time_order
 from kvcore_plugins.workload.times import (
     ENDS,
@@ -69,12 +70,13 @@ USUAL = {
     "think delay pause",
     "cached": "cachedtokens cachedprompttokens cachedinputtokens numcachedtokens "
     "promptcachehittokens prompttokensfromcache cachedcontenttokencount",
+    "model": "model modelname modelid requestmodel",
     "tokens": "inputtokids inputtokenids prompttokenids",
     "generated": "outputtokids outputtokenids completiontokenids",
 }
 """Usual names of columns, in lower case, without signs, the most usual one first."""
 
-_NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait", "cached")
+_NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait", "cached", "model")
 _CLOSED = ("prefix", "turn", "wait")
 _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reasoning", "lora"}
 _LENGTHS = re.compile("tok|len|ctx|context|prompt|gen|compl|in|out", re.IGNORECASE)
@@ -134,6 +136,8 @@ class Lengths(TimedFile):
         prefix, turn, wait: the columns of the tokens that go before the input, of the number of
             a request in its session, and of the wait before or after it.
         cached: the column of the tokens of a prompt that were in the cache of the server.
+        model: the column of the model of a request.
+        only_model: the model whose rows alone are read; None: those of all models are.
         assume: what prompts begin with where their lengths alone are known: `session`, with the
             prompt and the answer before them in their session, as far as they are long enough;
             `cached`, with as many tokens of earlier prompts as were cached; `session+cached`,
@@ -146,7 +150,7 @@ class Lengths(TimedFile):
     """
 
     name: ClassVar[str] = "lengths"
-    later_options = ("prefix", "turn", "wait", "strict", "cached", "assume")
+    later_options = (*_CLOSED, "strict", "cached", "assume", "model", "only_model")
     # Of vLLM's results, and of tables in any spelling.
     line_fields = (COLUMNAR, ("time", "input", "output"))
 
@@ -161,6 +165,8 @@ class Lengths(TimedFile):
     wait: str | None = attrs.field(default=None, kw_only=True)
     strict: bool = attrs.field(default=False, kw_only=True)
     cached: str | None = attrs.field(default=None, kw_only=True)
+    model: str | None = attrs.field(default=None, kw_only=True)
+    only_model: str | None = attrs.field(default=None, kw_only=True)
     assume: str | None = attrs.field(
         default=None,
         validator=if_given(in_((*ASSUMPTIONS, "+".join(ASSUMPTIONS)))),
@@ -203,6 +209,11 @@ class Lengths(TimedFile):
     def notes(self) -> list[str]:
         """Assumptions about the rows that were read last, and numbers of rows left out."""
         return [] if self._reading is None else self._reading.notes()
+
+    @property
+    def served_model(self) -> str | None:
+        """The model that most of the first rows name."""
+        return most_named(_Reading(self, read_table(self.path)).models_in_head())
 
     @property
     def reported_hit_ratio(self) -> float | None:
@@ -347,7 +358,7 @@ class _Reading:
         if clock is not None:
             base["time"] = clock.name
         self.columns = base
-        self._rows: Iterable[Row] = chain(head, rows)
+        self._head, self._rows = head, chain(head, rows)
         self._clock = self._time_clock(clock or Clock(base.get("time", ""), unit))
         self._order: TimeOrder | None = None
         ends = find_times(tuple(names), ENDS)
@@ -373,11 +384,11 @@ class _Reading:
         self._knows = "prefix" in base or "tokens" in base or self._grows
         self._check_assumed()
         self._chain = SessionChain(options.key_tokens)
-        self._repeating = self._anew = self._prompts = self._cached = 0
+        self._repeating = self._shorter = self._prompts = self._cached = 0
         self._first: int | None = None
-        self._left_out = Counter[str]()
-        known = {*base.values()}
-        unread = [name for name in names if name not in known and _UNREAD & _words(name)]
+        self._left_out, self._models = Counter[str](), Counter[str]()
+        read = base.values()
+        unread = [name for name in names if name not in read and _UNREAD & _words(name)]
         self._unread = ""
         if table.flat and unread:
             what = "columns that are not read, and may change what a row means"
@@ -385,6 +396,13 @@ class _Reading:
         if options.strict and self._unread:
             msg = f"{options.path}: {self._unread}; strict=true refuses them"
             raise InputError(msg)
+
+    def models_in_head(self) -> list[str]:
+        """Return the models of the first rows that name one that is read."""
+        chosen = self._options.only_model
+        return [
+            name for name in map(self._model, self._head) if name and chosen in (None, name)
+        ]
 
     def sorted(self) -> Iterator[Timed[Row]]:
         """Yield the rows of requests by time, with their serial numbers."""
@@ -462,7 +480,7 @@ class _Reading:
         if "session" in self._assumed and session.last is not None:
             shared = session.quoted(prompt)
             self._repeating += shared > 0
-            self._anew += not shared
+            self._shorter += not shared
         return max(shared, cached) if "cached" in self._assumed else shared
 
     def _check_assumed(self) -> None:
@@ -524,6 +542,7 @@ class _Reading:
             notes.append(self._sharing())
         if (ratio := self.reported_hit_ratio()) is not None:
             notes.append(reported_note(ratio))
+        notes += models_note(self._models, self._options.only_model, "only_model")
         if self._unread:
             notes.append(self._unread)
         return notes
@@ -540,7 +559,7 @@ class _Reading:
         counts = sent = ""
         if "session" in roles:
             counts = (
-                f" ({self._repeating:,} do, {self._anew:,} are shorter than the one before)"
+                f" ({self._repeating:,} do, {self._shorter:,} are shorter than the one before)"
             )
         if "session" in columns:
             sent = "; it is sent after the answer before it in its session"
@@ -554,6 +573,10 @@ class _Reading:
         for serial, row in enumerate(self._rows):
             if not serial and when is not None:
                 options.refuse_rate(row, when)
+            if (model := self._model(row)) is not None:
+                self._models[model] += 1
+            if options.only_model not in (None, model):
+                continue
             if (fault := self._fault(row)) is not None:
                 if options.strict:
                     expected = "an answer (strict=true)"
@@ -565,6 +588,13 @@ class _Reading:
             else:
                 time = times(row) if self.closed else next(drawn)
             yield time, self._turn(row) << _TURN_BITS | serial, row
+        chosen = options.only_model
+        if chosen is not None and chosen not in self._models:
+            raise no_model(options.path, chosen, self._models)
+
+    def _model(self, row: Row) -> str | None:
+        """Return the model that a row names."""
+        return _label(row, self.columns.get("model"))
 
     def _turn(self, row: Row) -> int:
         """Return the number of a row in its session; 0 where rows have none."""
