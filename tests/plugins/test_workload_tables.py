@@ -485,7 +485,7 @@ def test_times_have_the_unit_of_their_name_or_size(tmp_path, form, rows):
     assert figures(requests) == [(0, 110, 20, None, 0), (500, 220, 30, None, 0)]
     assert any("stood after later ones" in note for note in notes) is (rows == (1, 0))
     guessed = form in {"ts", "epoch in ms", "epoch in us", "epoch in ns", "negative"}
-    assert any("are read as" in note for note in notes) is guessed
+    assert any(": unit= says" in note for note in notes) is guessed
 
 
 def test_the_finest_of_several_times_is_taken(tmp_path):

@@ -286,7 +286,8 @@ class Reading:
             return
         field = clock.name
         chat.refuse_rate(next(row for row, _, _ in head if times_of(row, field)), field)
-        self._clock, self._order = clock, time_order(field)
+        clock.zone = chat.zone
+        self._clock, self._order = clock, time_order(clock)
         for time, _, exchange in self._order.sort(self._clocked(rows, clock)):
             yield time, exchange
 

@@ -54,7 +54,7 @@ class Azure(FileWorkload):
             msg = f"{self.path}:{line_number}: expected the header {expected}, got {got}"
             raise InputError(msg)
         header = _text(line).split(",")
-        self._order = order = time_order(_COLUMNS[0], partial(self._row, header))
+        self._order = order = time_order(Clock(_COLUMNS[0]), partial(self._row, header))
         empty = True
         for time, _, request in order.sort(self._timed(header, source)):
             empty = False

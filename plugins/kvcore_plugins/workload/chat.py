@@ -71,7 +71,7 @@ class Chat(ChatFile):
         output_tokens: tokens that a request without an answer generates.
         think: seconds from an answer to the next message of its conversation.
         key_tokens: tokens of a key.
-        unit, rate, seed: of times, as every `TimedFile` has them; without `rate` all rows
+        unit, tz, rate, seed: of times, as every `TimedFile` has them; without `rate` all rows
             without times arrive at once.
     """
 

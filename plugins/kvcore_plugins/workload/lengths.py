@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -146,11 +147,11 @@ class Lengths(TimedFile):
         key_tokens: tokens a key would stand for; the block size of a cache that serves it.
         strict: whether a row that would be left out, or a column that changes the meaning and
             is not read, is an error.
-        unit, rate, seed: of times, as every `TimedFile` has them.
+        unit, tz, rate, seed: of times, as every `TimedFile` has them.
     """
 
     name: ClassVar[str] = "lengths"
-    later_options = (*_CLOSED, "strict", "cached", "assume", "model", "only_model")
+    later_options = (*_CLOSED, "strict", "tz", "cached", "assume", "model", "only_model")
     # Of vLLM's results, and of tables in any spelling.
     line_fields = (COLUMNAR, ("time", "input", "output"))
 
@@ -365,6 +366,8 @@ class _Reading:
         # A name without a unit has that of the arrivals.
         assumed = _unit_of(self._clock.name) or self._clock.assumed
         self._end = Clock(ends[0], unit, assumed) if ends and self.closed else None
+        for timed in filter(None, (self._clock, self._end)):
+            timed.zone = options.zone
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
         self._added = self.closed and "prefix" in base and self._is_added(head)
@@ -410,7 +413,7 @@ class _Reading:
         if self._table.in_memory or (self.closed and when is None):
             timed = iter(sorted(timed, key=by_time))
         if when is not None:
-            self._order = time_order(when)
+            self._order = time_order(self._clock)
             timed = self._order.sort(timed)
         return timed
 
@@ -650,13 +653,13 @@ class _Reading:
         It is if an input is never shorter than its prefix, and no prefix is longer than the
         input and output before it.
         """
-        columns, when = self.columns, self.columns.get("time")
+        columns, when, clock = self.columns, self.columns.get("time"), copy(self._clock)
         before: dict[str | None, tuple[int, int]] = {}
         told = False
         rows = [row for row in head if self._fault(row) is None]
         rows.sort(key=self._turn)
         if when is not None:
-            rows.sort(key=lambda row: self._clock.time_of(row.fields) or 0)
+            rows.sort(key=lambda row: clock.time_of(row.fields) or 0)
         for row in rows:
             label = _label(row, columns.get("session"))
             prefix, input_tokens = (

@@ -196,8 +196,8 @@ def _wide_key(key: Any) -> Any:
     return key
 
 
-def time_order(field: str, row_of: Callable[[Request], Row] | None = None) -> TimeOrder:
-    """Return what sorts the rows whose times are in `field`.
+def time_order(clock: Clock, row_of: Callable[[Request], Row] | None = None) -> TimeOrder:
+    """Return what sorts the rows whose times `clock` reads.
 
     `row_of` returns the row of a request that is sorted in its place.
     """
@@ -206,8 +206,9 @@ def time_order(field: str, row_of: Callable[[Request], Row] | None = None) -> Ti
         if isinstance(item, Request):
             assert row_of is not None
             item = row_of(item)
-        expected = f"no time before that of the {WINDOW} rows before it (sort the rows by time)"
-        return item.error(field=field, expected=expected)
+        remedy = clock.clock_change or "sort the rows by time"
+        expected = f"no time before that of the {WINDOW} rows before it ({remedy})"
+        return item.error(field=clock.name, expected=expected)
 
     return TimeOrder(too_late)
 
