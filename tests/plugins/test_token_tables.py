@@ -135,3 +135,17 @@ def test_a_model_that_no_row_names_is_refused(tmp_path):
     workload.only_model = "huge"
     with pytest.raises(InputError, match=r"of the model 'huge'; there are: big \(2\), small"):
         list(workload)
+
+
+@pytest.mark.parametrize("assume", [None, "session"])
+def test_names_are_numbers_unless_they_are_asked_for(tmp_path, assume):
+    """Sessions and tenants that are found stay equal; a named column keeps its names."""
+    rows = ("0,9,8,0,s-1,ann@x.org", "1,99,8,0,s-2,bob@x.org", "2,99,8,0,s-1,ann@x.org")
+    requests = [*table(tmp_path, *rows, assume=assume)]
+    assert [(request.session, request.tenant) for request in requests] == [
+        ("1", "1"),
+        ("2", "2"),
+        ("1", "1"),
+    ]
+    asked = [*table(tmp_path, *rows, assume=assume, tenant="user", session="session")]
+    assert (asked[1].session, asked[1].tenant) == ("s-2", "bob@x.org")

@@ -120,10 +120,10 @@ def test_columns_can_be_named(tmp_path):
 
 
 def test_sessions_and_tenants_are_found(tmp_path):
-    """Usual columns of sessions and users are read, without a closed loop."""
+    """Usual columns of sessions and users are read, with numbers for names, and no loop."""
     path = write(tmp_path / "t.csv", f"{SERVEGEN},Session ID,user", "0,0,1,1,s,u")
     (request,) = Lengths(path)
-    assert (request.session, request.tenant, request.after) == ("s", "u", None)
+    assert (request.session, request.tenant, request.after) == ("1", "1", None)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Chat(ChatFile):
         time, messages, prompt, answer, usage, model: fields of a row, where they have other
             names or lie deeper than those above, such as `payload.messages`.
         tenant: the field of a row or of the request in it with the tenant, such as `user`;
-            None: `tenant`, where rows have it.
+            None: `tenant`, where rows have it, with numbers for the names.
         only_model: the model whose rows alone are read; None: those of all models are.
         fields: path of a TOML file with these names.
         image_tokens: tokens of an image, or of another part without a text; None: rows with

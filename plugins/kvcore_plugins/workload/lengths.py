@@ -35,7 +35,7 @@ from kvcore_plugins.workload._tables import (
 )
 from kvcore_plugins.workload.file_workload import TimedFile
 from kvcore_plugins.workload.left_out import models_note, most_named, no_model
-from kvcore_plugins.workload.rows import Pending, Row, merged, parse_row, time_order
+from kvcore_plugins.workload.rows import Names, Pending, Row, merged, parse_row, time_order
 from kvcore_plugins.workload.times import (
     ENDS,
     HEAD,
@@ -133,7 +133,8 @@ class Lengths(TimedFile):
     Attributes:
         path: path of the file.
         time, input, output: the columns of arrivals, prompt and output lengths.
-        session, tenant: the columns of the session and the tenant of a request.
+        session, tenant: the columns of the session and the tenant of a request. In columns that
+            are found, not named, names are replaced by numbers.
         prefix, turn, wait: the columns of the tokens that go before the input, of the number of
             a request in its session, and of the wait before or after it.
         cached: the column of the tokens of a prompt that were in the cache of the server.
@@ -178,7 +179,8 @@ class Lengths(TimedFile):
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row.
 
-        Keeps a few rows in memory; all of a JSON object, and of sessions without times.
+        Keeps a few rows in memory, and an entry for each session and tenant; all rows of a
+        JSON object, and of sessions without times.
         """
         table = read_table(self.path)
         self._reading = reading = _Reading(self, table)
@@ -186,7 +188,6 @@ class Lengths(TimedFile):
             yield from merged(map(reading.pending, reading.sorted()))
             return
         columns, key_tokens = reading.columns, self.key_tokens
-        session, tenant = columns.get("session"), columns.get("tenant")
         input_column, generated = columns["input"], columns["output"]
         first = None
         for time, serial, row in reading.sorted():
@@ -194,6 +195,7 @@ class Lengths(TimedFile):
             prompt, output = _tokens(row, input_column, 1), _tokens(row, generated, 0)
             reading.cached_tokens(row, prompt)
             keys, output_keys = reading.token_keys(row, prompt, output)
+            session, tenant = reading.names(row)
             yield Request(
                 id=serial,
                 arrival=reading.arrival(time, first, row),
@@ -202,8 +204,8 @@ class Lengths(TimedFile):
                 keys=keys,
                 output_keys=output_keys,
                 key_tokens=key_tokens,
-                session=_label(row, session),
-                tenant=_label(row, tenant),
+                session=session,
+                tenant=tenant,
             )
 
     @property
@@ -386,19 +388,30 @@ class _Reading:
         self._wait_factor = UNITS["ms"] if turns else None
         self._knows = "prefix" in base or "tokens" in base or self._grows
         self._check_assumed()
+        self._names = Names(options.session), Names(options.tenant)
         self._chain = SessionChain(options.key_tokens)
         self._repeating = self._shorter = self._prompts = self._cached = 0
         self._first: int | None = None
         self._left_out, self._models = Counter[str](), Counter[str]()
-        read = base.values()
-        unread = [name for name in names if name not in read and _UNREAD & _words(name)]
-        self._unread = ""
-        if table.flat and unread:
-            what = "columns that are not read, and may change what a row means"
-            self._unread = f"{what}: {', '.join(unread)}"
-        if options.strict and self._unread:
-            msg = f"{options.path}: {self._unread}; strict=true refuses them"
+        self._unread = self._unread_columns()
+
+    def _unread_columns(self) -> str:
+        """Return the note on columns that may change a row, and are not read; empty: none do.
+
+        Raises:
+            InputError: there are some, and reading is strict.
+        """
+        options, table, read = self._options, self._table, self.columns.values()
+        names = [name for name in table.names if name not in read and _UNREAD & _words(name)]
+        if not (table.flat and names):
+            return ""
+        unread = (
+            f"columns that are not read, and may change what a row means: {', '.join(names)}"
+        )
+        if options.strict:
+            msg = f"{options.path}: {unread}; strict=true refuses them"
             raise InputError(msg)
+        return unread
 
     def models_in_head(self) -> list[str]:
         """Return the models of the first rows that name one that is read."""
@@ -417,6 +430,15 @@ class _Reading:
             timed = self._order.sort(timed)
         return timed
 
+    def names(self, row: Row) -> tuple[str | None, str | None]:
+        """Return the session and the tenant of a row, as requests have them."""
+        sessions, tenants = self._names
+        columns = self.columns
+        return (
+            sessions.of(_label(row, columns.get("session"))),
+            tenants.of(_label(row, columns.get("tenant"))),
+        )
+
     def arrival(self, time: int, first: int, row: Row) -> int:
         """Return the time since the first one."""
         if time - first >= INT64_LIMIT and "time" in self.columns:
@@ -429,7 +451,7 @@ class _Reading:
         time, rank, row = timed
         first = self._first = time if self._first is None else self._first
         columns, fields = self.columns, row.fields
-        label = _label(row, columns.get("session"))
+        label, tenant = self.names(row)
         input_tokens, output = (
             _tokens(row, columns["input"], 1),
             _tokens(row, columns["output"], 0),
@@ -461,7 +483,7 @@ class _Reading:
             keys=keys,
             generated=generated,
         )
-        pending = self._chain.build(turn, label, _label(row, columns.get("tenant")))
+        pending = self._chain.build(turn, label, tenant)
         return turn.time, [pending].copy
 
     def cached_tokens(self, row: Row, prompt: int) -> int:

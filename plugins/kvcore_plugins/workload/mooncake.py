@@ -24,7 +24,7 @@ from kvcore.units import INT64_LIMIT
 from kvcore.workloads import json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
 from kvcore_plugins.workload.from_files import FromFiles
-from kvcore_plugins.workload.rows import Pending, Row, merged, parse_row, time_order
+from kvcore_plugins.workload.rows import Names, Pending, Row, merged, parse_row, time_order
 from kvcore_plugins.workload.times import (
     HEAD,
     UNITS,
@@ -70,8 +70,8 @@ class Mooncake(FromFiles):
     A request of a session is sent after the one before it, or that it names: a closed loop.
     Times are milliseconds; seconds if one of the first hundred has a fraction; or what their
     size tells if they count from 1970. Rows are sorted by time, and arrivals count from the
-    first. The id of a request is its row, from 0. Ids of blocks are whole numbers of up to 64
-    bits, or texts of up to 128 hexadecimal digits.
+    first. The id of a request is its row, from 0, and sessions are numbered from 1. Ids of
+    blocks are whole numbers of up to 64 bits, or texts of up to 128 hexadecimal digits.
 
     Source: Qin et al., Mooncake, FAST'25; Wang et al., KVCache cache in the wild, ATC'25;
     AIPerf, `docs/benchmark-modes/trace-replay.md`; Dynamo, `docs/agents/agent-tracing.md`.
@@ -208,7 +208,7 @@ class _Reading:
         )
         # By the name of a session or of a request: its last request.
         self._sent: dict[_Name, _Sent] = {}
-        self._models: dict[str, int] = {}
+        self._names, self._models = Names(None), dict[str, int]()
         self._short = self._empty = self._late_turns = self._unmet = 0
 
     def requests(self) -> Iterator[Request]:
@@ -359,7 +359,7 @@ class _Reading:
             keys=chain_keys(keys) if self._chained else keys,
             key_tokens=size,
             salt=model,
-            session=sent.session,
+            session=self._names.of(sent.session),
             after=after,
             think_time=think,
         )

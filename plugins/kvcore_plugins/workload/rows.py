@@ -196,6 +196,27 @@ def _wide_key(key: Any) -> Any:
     return key
 
 
+class Names:
+    """Names of sessions or tenants in a log: numbers from 1 in their place, unless asked for.
+
+    Traces and exports have what requests have, and whose a request is takes no more than that
+    equal names stay equal. Memory: an entry for each name.
+
+    Args:
+        asked: the option that names their field; None: it was found, and they are numbered.
+    """
+
+    def __init__(self, asked: str | None) -> None:
+        self._asked = asked is not None
+        self._numbers: dict[str, str] = {}
+
+    def of(self, name: str | None) -> str | None:
+        """Return what a request has for a name."""
+        if self._asked or name is None:
+            return name
+        return self._numbers.setdefault(name, str(len(self._numbers) + 1))
+
+
 def time_order(clock: Clock, row_of: Callable[[Request], Row] | None = None) -> TimeOrder:
     """Return what sorts the rows whose times `clock` reads.
 
