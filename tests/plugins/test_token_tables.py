@@ -149,3 +149,27 @@ def test_names_are_numbers_unless_they_are_asked_for(tmp_path, assume):
     ]
     asked = [*table(tmp_path, *rows, assume=assume, tenant="user", session="session")]
     assert (asked[1].session, asked[1].tenant) == ("s-2", "bob@x.org")
+
+
+FAILED = ("0,100,8,200", "1,100,30,499", "2,100,0,500", "3,100,,429")
+
+
+def test_failed_requests_that_generated_tokens_are_counted(tmp_path):
+    """What failed after it had cost time on a GPU is told apart, with the option for it."""
+    workload = table(tmp_path, *FAILED, header="time_s,isl,osl,status")
+    assert [request.id for request in workload] == [0]
+    (note, _) = workload.notes
+    assert note.startswith(
+        "failed requests left out: 3 (1 of which generated 30 tokens: failed="
+    )
+
+
+def test_failed_requests_that_generated_tokens_can_be_read(tmp_path):
+    """With `failed` they are requests of the tokens that they generated; others stay out."""
+    workload = table(tmp_path, *FAILED, header="time_s,isl,osl,status", failed=True)
+    assert [(request.id, request.output_tokens) for request in workload] == [(0, 8), (1, 30)]
+    told = [
+        "failed requests that generated tokens, and are read: 1",
+        "failed requests left out: 2",
+    ]
+    assert workload.notes[:2] == told

@@ -60,7 +60,8 @@ def test_benchmark_results_of_vllm_are_read(tmp_path):
 
 def test_failed_requests_of_a_benchmark_are_left_out(tmp_path):
     """Failed requests of a benchmark are omitted and counted in a note."""
-    workload = Lengths(result(tmp_path / "r.json", errors=["", "refused"]))
+    failed = result(tmp_path / "r.json", errors=["", "refused"], output_lens=[3, 0])
+    workload = Lengths(failed)
     assert [request.prompt_tokens for request in workload] == [10]
     assert workload.notes == ["failed requests left out: 1", UNKNOWN_PROMPTS]
 

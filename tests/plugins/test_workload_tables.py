@@ -315,7 +315,7 @@ def test_files_of_other_tools(tmp_path, tool):
 )
 def test_what_is_left_out_is_noted(tmp_path, tool, note):
     """Failed requests, spans of tools and sorted rows are counted in notes."""
-    assert note in read(tmp_path, TOOLS[tool])[1]
+    assert any(told.startswith(note) for told in read(tmp_path, TOOLS[tool])[1])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_column_that_lacks_values_tells_what_failed(tmp_path, column, failed, 
     for cells in (values, texts):
         requests, notes = read(tmp_path, jsonl(*(row | {column: cell} for cell in cells)))
         assert len(requests) == 2
-        assert "failed requests left out: 1" in notes
+        assert any(note.startswith("failed requests left out: 1 ") for note in notes)
 
 
 @pytest.mark.parametrize("column", ["status", "status_code"])

@@ -137,6 +137,7 @@ class Lengths(TimedFile):
             are found, not named, names are replaced by numbers.
         prefix, turn, wait: the columns of the tokens that go before the input, of the number of
             a request in its session, and of the wait before or after it.
+        failed: whether requests that generated tokens before they failed are read.
         cached: the column of the tokens of a prompt that were in the cache of the server.
         model: the column of the model of a request.
         only_model: the model whose rows alone are read; None: those of all models are.
@@ -152,7 +153,16 @@ class Lengths(TimedFile):
     """
 
     name: ClassVar[str] = "lengths"
-    later_options = (*_CLOSED, "strict", "tz", "cached", "assume", "model", "only_model")
+    later_options = (
+        *_CLOSED,
+        "strict",
+        "tz",
+        "cached",
+        "assume",
+        "model",
+        "only_model",
+        "failed",
+    )
     # Of vLLM's results, and of tables in any spelling.
     line_fields = (COLUMNAR, ("time", "input", "output"))
 
@@ -166,6 +176,7 @@ class Lengths(TimedFile):
     turn: str | None = attrs.field(default=None, kw_only=True)
     wait: str | None = attrs.field(default=None, kw_only=True)
     strict: bool = attrs.field(default=False, kw_only=True)
+    failed: bool = attrs.field(default=False, kw_only=True)
     cached: str | None = attrs.field(default=None, kw_only=True)
     model: str | None = attrs.field(default=None, kw_only=True)
     only_model: str | None = attrs.field(default=None, kw_only=True)
@@ -391,6 +402,7 @@ class _Reading:
         self._names = Names(options.session), Names(options.tenant)
         self._chain = SessionChain(options.key_tokens)
         self._repeating = self._shorter = self._prompts = self._cached = 0
+        self._ran = self._ran_tokens = 0
         self._first: int | None = None
         self._left_out, self._models = Counter[str](), Counter[str]()
         self._unread = self._unread_columns()
@@ -552,6 +564,13 @@ class _Reading:
         """Return what was assumed of the rows so far, and how many were left out."""
         left_out = self._left_out
         notes = [f"{what}: {left_out[what]}" for what in _FAULTS if left_out[what]]
+        if self._ran and self._options.failed:
+            notes.insert(
+                0, f"failed requests that generated tokens, and are read: {self._ran:,}"
+            )
+        elif self._ran:
+            ran = f"{self._ran:,} of which generated {self._ran_tokens:,} tokens"
+            notes[0] += f" ({ran}: failed=true reads what was generated)"
         columns = self.columns
         if self._order is not None:
             notes += self._order.notes(self._clock)
@@ -602,7 +621,12 @@ class _Reading:
                 self._models[model] += 1
             if options.only_model not in (None, model):
                 continue
-            if (fault := self._fault(row)) is not None:
+            fault = self._fault(row)
+            if fault == _FAULTS[0] and (generated := self._generated(row)):
+                self._ran += 1
+                self._ran_tokens += generated
+                fault = None if options.failed else fault
+            if fault is not None:
                 if options.strict:
                     expected = "an answer (strict=true)"
                     raise row.error(field=columns["output"], expected=expected)
@@ -636,6 +660,13 @@ class _Reading:
         if self._table.objects and (output is None or fields.get(columns["input"]) is None):
             return empty
         return idle if self._zeros and _is_zero(output) else None
+
+    def _generated(self, row: Row) -> int:
+        """Return the tokens that a request generated before it failed; 0: none are told."""
+        with suppress(InputError):
+            if _tokens(row, self.columns["input"], 1):
+                return _tokens(row, self.columns["output"], 0)
+        return 0
 
     def _drawn_by_session(
         self, drawn: Iterator[int], starts: dict[str | None, int], row: Row
