@@ -604,6 +604,17 @@ def test_an_unknown_table_gets_the_command_that_names_its_columns(tmp_path, text
     assert f"'kvcore simulate lengths:path={path},{options}'" in str(caught.value)
 
 
+def test_a_log_of_lines_gets_the_command_that_cuts_it_to_a_table(tmp_path):
+    """The error says what requests need, and a command whose table is recognised."""
+    path = tmp_path / "access.log"
+    path.write_text('10.0.0.1 - - [10/Oct/2026:13:55:36 +0000] "POST /v1 HTTP/1.1" 200 2326\n')
+    with pytest.raises(InputError, match="no known workload format") as caught:
+        find_workload(str(path), Plugins())
+    assert "cut times and tokens of input and output to a table: (echo " in str(caught.value)
+    header = str(caught.value).partition("(echo ")[2].partition(";")[0]
+    assert Lengths.recognises(header.encode())
+
+
 def test_named_fields_of_json_rows_are_read(tmp_path):
     """Options name fields of JSON rows as they name columns, those of objects with a dot."""
     path = tmp_path / "rows"
