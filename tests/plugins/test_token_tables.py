@@ -155,7 +155,7 @@ FAILED = ("0,100,8,200", "1,100,30,499", "2,100,0,500", "3,100,,429")
 
 
 def test_failed_requests_that_generated_tokens_are_counted(tmp_path):
-    """What failed after it had cost time on a GPU is told apart, with the option for it."""
+    """Requests that failed after they had used a GPU are told apart, with the option."""
     workload = table(tmp_path, *FAILED, header="time_s,isl,osl,status")
     assert [request.id for request in workload] == [0]
     (note, _) = workload.notes

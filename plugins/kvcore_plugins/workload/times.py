@@ -261,11 +261,11 @@ class Clock:
 
     @property
     def clock_change(self) -> str:
-        """What tells that clocks were set back amid texts without a zone; empty: nothing."""
+        """The sign that clocks were set back amid texts without a zone; empty: nothing."""
         if not self.set_back or len(self.set_back) < self._steps_back:
             return ""
         return (
-            f"times without a zone go back by an hour at {self.set_back[0]!r}, as at a clock "
+            f"times go back by an hour at {self.set_back[0]!r}, as at a clock "
             "change: tz=ZONE, such as tz=Europe/Berlin, tells the two hours apart"
         )
 
