@@ -254,7 +254,7 @@ class PooledCache(KVCache):
         reserve: int = 0,
     ) -> Sequence:
         """Admit `request`, as `KVCache.open` does, if all pools have room."""
-        now = self._at(now)
+        now = self._at(now, request)
         tree, length = self.tree, request.prompt_tokens if target is None else target
         match = self.match(request, now, target)
         lacking = self.lacks_slots(request, match, length, first_tokens)
@@ -365,7 +365,7 @@ class PooledCache(KVCache):
     ) -> None:
         """Free what `seq` alone has in all pools; what is shared stays cached."""
         if seq.is_open and self.sequences.get(seq.id) is seq:
-            self.now = self._at(now)
+            self.now = self._at(now, seq.request)
             holding, tree = self._held.pop(seq.id), self.tree
             if seq.request.publishes and not preempted:
                 upto = self._kept_output(seq, seq.computed) // self.geometry.block_size
