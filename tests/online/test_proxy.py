@@ -90,7 +90,21 @@ async def test_a_response_is_passed_on_with_the_name_of_its_server(
     assert headers["content-type"].startswith("application/json")
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert sample(proxy, "cached_tokens_total") == 32
+    assert sample(proxy, "counted_tokens_total") == json.loads(text)["usage"]["prompt_tokens"]
     assert sample(proxy, "requests_total", status="200") == 1
+
+
+@played(router=Hits())
+async def test_a_server_that_gets_nearly_all_requests_is_told(
+    proxy, servers, client, monkeypatch, capsys
+):
+    """A router that follows a shared prefix to one server says so once, not at each request."""
+    monkeypatch.setattr("kvcore_online.fleet.WATCHED", 5)
+    for _ in range(30):
+        await ask(client, text="x" * 640)
+    told = [line for line in capsys.readouterr().err.splitlines() if " got " in line]
+    assert len(told) == 1
+    assert "got 10 of the last 10 requests while 2 servers are up: hits follows" in told[0]
 
 
 @played(count=1)
@@ -121,6 +135,7 @@ def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
         asked = servers[0].calls[0].get("stream_options")
         assert asked == ({"include_usage": True} if traced else None)
         assert sample(proxy, "cached_tokens_total") == (32 if traced else 0)
+        assert (sample(proxy, "counted_tokens_total") > 0) == traced
         _, _, text = await ask(client, stream=True, stream_options={"include_usage": True})
         assert events(text)[-1]["usage"]["completion_tokens"] == 3
 
