@@ -635,7 +635,7 @@ def test_the_section_of_a_saturated_run_begins_with_a_warning(tmp_path):
 
 @pytest.mark.parametrize("verb", [("simulate",), ("compare", "--blocks", 9), ("curve",)])
 def test_notes_of_a_workload_are_shown(tmp_path, verb):
-    """What a workload says of its rows stands in the section of each result of it."""
+    """The notes of a workload on its rows stand in the section of each result of it."""
     rows = ["time,prompt,output", "1,40,4", "5,40,4"]
     (tmp_path / "rows.csv").write_text("\n".join(rows))
     verb, *options = verb

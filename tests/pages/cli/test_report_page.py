@@ -90,7 +90,7 @@ def test_tables_and_charts_are_those_of_the_data(light, page):
 
 
 def test_the_page_begins_with_the_answers(light):
-    """What was served in time, what it costs and which fleet to take stand before all else."""
+    """The share in time, the cost and the fleet to take stand before all else."""
     first = light.page.locator("main > .first.answer")
     told = first.text_content()
     assert "of the requests were served within the SLO" in told
