@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from io import BytesIO
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import attrs
 import orjson
@@ -578,11 +578,20 @@ class Proxy:
             raise _ClientGoneError from None
 
     async def _part(self, response: ClientResponse) -> bytes:
-        """Return the next bytes of an answer; none at its end."""
-        if response.content.at_eof():
+        """Return the next bytes of an answer, also if its server has died; none at its end."""
+        content = response.content
+        if content.at_eof():
             return b""  # without a timer
+        lost = content.exception()
+        if lost is not None:
+            # aiohttp raises it again, before what has come ahead of it.
+            content.set_exception(cast("BaseException", None))
+            data = content.read_nowait()
+            content.set_exception(lost)
+            if data:
+                return data
         async with asyncio.timeout(self.config.between_timeout):
-            return await response.content.readany()
+            return await content.readany()
 
     async def _whole(
         self, response: ClientResponse, data: bytes, most: int | None = None

@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from io import BytesIO
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -203,6 +204,20 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(proxy, servers,
     assert error["error"]["code"] == 503
     assert "[DONE]" not in text
     assert not servers[1].calls
+
+
+@played()
+async def test_what_comes_just_before_a_server_dies_is_passed_on(proxy, servers, client):
+    """Bytes that came before the connection was lost are read before its error is raised."""
+    protocol = aiohttp.base_protocol.BaseProtocol(asyncio.get_running_loop())
+    content = aiohttp.StreamReader(protocol, 1 << 16)
+    content.feed_data(b"data: 1\n\n")
+    content.feed_data(b"data: 2\n\n")
+    content.set_exception(aiohttp.ClientPayloadError("cut"))
+    response = SimpleNamespace(content=content)
+    assert await proxy._part(response) == b"data: 1\n\ndata: 2\n\n"
+    with pytest.raises(aiohttp.ClientPayloadError, match="cut"):
+        await proxy._part(response)
 
 
 @played()

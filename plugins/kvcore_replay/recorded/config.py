@@ -96,6 +96,13 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
         if kind in (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
     }
     deployment = deployment_options(header)
+    for name, value in deployment.items():
+        if isinstance(value, dict):
+            msg = (
+                f"{file}: its {name} has other fields than those of this version: an older one "
+                "wrote it. Run it with that one, or simulate its requests: kvcore simulate FILE"
+            )
+            raise InputError(msg)
     if "codec" in deployment:
         _check_codec(file, deployment["codec"], plugins)
     caps = dict(header.get("batching", {}))
