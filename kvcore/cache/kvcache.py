@@ -88,14 +88,17 @@ class KVCache:
         stats: counts of lookups and hits so far.
         tiers: the tiers below the pool, set by `Tiers(cache, ...)`; None without tiers.
         trace: the recorder, as given.
-        on_copy: called as `on_copy(source, target)` when a sequence that writes into a shared
-            block gets a block of its own, to copy the K/V. It and the next two are None until
-            the owner of the K/V sets them.
-        on_fork: called as `on_fork(seq, child)` after `seq` was forked, to copy data kept
-            beside a sequence.
+        on_copy: called as `on_copy(source, target)` before a sequence that writes into a
+            shared block gets a block of its own, to copy the K/V. It and the next two are None
+            until the owner of the K/V sets them. What it or `on_fork` raises passes as it is,
+            and the call can be repeated: the sequences have not changed.
+        on_fork: called as `on_fork(seq, child)` before the `child` of `seq` is open, to copy
+            data kept beside a sequence.
         on_compact: called as `on_compact(seq, table, held)` after `seq` was compacted, to
             copy the K/V of the tokens that stay into its new blocks. `table` is its block
-            table before, with the K/V of `held` tokens.
+            table before, with the K/V of `held` tokens. Blocks of `table` get new K/V, so
+            nothing can be undone: if it raises, that ends the use of the cache, as a plugin's
+            error does.
 
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
@@ -239,8 +242,9 @@ class KVCache:
         O(blocks) in C.
 
         Raises:
-            InputError: the cache only counts blocks.
+            InputError: a closed sequence, or the cache only counts blocks.
         """
+        self._begin(seq, self.now)
         if seq.private is None:
             msg = "this cache only counts blocks: make it with ids=True to read block tables"
             raise InputError(msg)
@@ -333,7 +337,7 @@ class KVCache:
         # The prompt in blocks, the time, and the lines that come before any other.
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
-            now = self._at(now)
+            now = self._at(now, request)
         self.now = now
         if tree.pins:
             tree.pins.end(now)
@@ -369,7 +373,7 @@ class KVCache:
                 return self.open(
                     request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
                 )
-            raise OutOfBlocks(self._no_room(request, need, kept))
+            raise OutOfBlocks(self._no_room(request, need, kept, blocks + reserve))
         # From here on only a plugin can fail.
         self._last_id += 1
         self._admissions += 1
@@ -417,7 +421,7 @@ class KVCache:
         Returns None if it would get none: no sequence is open then.
         """
         tree, trace, request = self.tree, self.trace, planned.request
-        now = self._at(now)
+        now = self._at(now, request)
         match = tree.match(planned.keys, planned.cacheable, now)
         if match.expired is not None:
             tree.drop_expired(match.expired, match.expired.last_request, now)
@@ -448,7 +452,8 @@ class KVCache:
     def extend(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
         """Allocate private blocks for `tokens` more tokens; evict blocks if too few are free.
 
-        A partial last block that another sequence shares since a fork is copied first.
+        A partial last block that another sequence shares since a fork is copied first; if
+        `on_copy` raises, `seq` is as before, and the blocks for it are free.
 
         Raises:
             InputError: a closed sequence, or fewer than 0 tokens.
@@ -467,10 +472,10 @@ class KVCache:
         need += tail is not None
         if need:
             if need > self.available_blocks and not self.make_room(need, now):
-                raise OutOfBlocks(self._no_room(seq.request, need, 0))
+                raise OutOfBlocks(self._no_room(seq.request, need, 0, blocks - seq.freed))
             ids = self.tree.allocate(need, seq, now)
             if tail is not None and ids is not None:
-                self._copy_tail(seq, tail, ids[0], now)
+                self._copy_tail(seq, tail, ids, now)
                 ids = ids[1:]
             if ids and seq.private is not None:
                 if self.trace is not None:
@@ -556,7 +561,7 @@ class KVCache:
             InputError: fewer than 1 token, or no fewer than it holds; or `seq` has not yet
                 computed all blocks that it shares.
             OutOfBlocks: too few blocks for the copy; no block has changed.
-            PolicyError: a plugin failed.
+            PolicyError: a plugin or `on_compact` failed.
         """
         now = self._begin(seq, now)
         held = seq.held
@@ -571,7 +576,8 @@ class KVCache:
         blocks = -(-(tokens + ahead) // self.geometry.block_size)
         need = max(0, blocks - own_blocks(self.pool, seq))
         if need > self.available_blocks and not self.make_room(need, now):
-            raise OutOfBlocks(self._no_room(seq.request, need, 0))
+            held = seq.blocks - seq.freed
+            raise OutOfBlocks(self._no_room(seq.request, need, 0, held + need))
         before = None if seq.private is None else seq.table()
         new = self.tree.allocate(need, seq, now)
         freed = compact_blocks(self.pool, seq, blocks, new)
@@ -591,13 +597,12 @@ class KVCache:
         if self.on_compact is not None and before is not None:
             try:
                 self.on_compact(seq, before, held)
-            except PolicyError as error:  # it names the plugin and the method
-                self.tree.failure = error
-                raise
             except BaseException as error:
-                raise self.tree.fail(
-                    self.retention or self.eviction, "on_compact", error
-                ) from error
+                msg = (
+                    f"on_compact() of the owner of the K/V raised {type(error).__name__}: "
+                    f"{error}; sequence {seq.id} has lost K/V: make a new cache"
+                )
+                raise self.tree.end(PolicyError(msg), error) from error
 
     def close(
         self,
@@ -653,7 +658,7 @@ class KVCache:
         """Return a sequence that shares every block of `seq`, copy-on-write.
 
         Allocates nothing, and counts as no access and no hit. A cache that only counted
-        blocks gives them ids from then on.
+        blocks gives them ids from then on. If `on_fork` raises, there is no fork.
 
         Raises:
             InputError: tokens beyond the prompt are allocated and not committed, so both
@@ -669,12 +674,14 @@ class KVCache:
             )
             raise InputError(msg)
         pool = self._pool_with_ids()
-        self._last_id += 1
         child = copy(seq)
-        child.id, child.private = self._last_id, array("i", seq.private or ())
+        child.id, child.private = self._last_id + 1, array("i", seq.private or ())
         child.data = None
         if seq.request.publishes:
             child.keys = list(seq.keys)  # `append_keys` extends the list of one sequence
+        if self.on_fork is not None:
+            self.on_fork(seq, child)
+        self._last_id = child.id
         pool.share(child.private)
         if seq.family is None:
             seq.family = [seq]
@@ -684,8 +691,6 @@ class KVCache:
         self.sequences[child.id] = child
         if self.trace is not None:
             self.trace.fork(now, seq=seq.id, child=child.id)
-        if self.on_fork is not None:
-            self.on_fork(seq, child)
         return child
 
     def rollback(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
@@ -833,12 +838,17 @@ class KVCache:
         """Append the `keys` of generated tokens, now that these are known. O(keys).
 
         Raises:
-            InputError: the request has no keys for its output, or prompts alone are counted.
+            InputError: a closed sequence, the request has no keys for its output, or prompts
+                alone are counted.
         """
+        self._begin(seq, self.now)
         request, geometry = seq.request, self.geometry
         # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
         if not (request.publishes and isinstance(seq.keys, list)) or seq.keys is request.keys:
-            msg = f"request {request.id} publishes no output: its blocks get no more keys"
+            msg = (
+                f"request {request.id} publishes no output: its blocks get no more keys; make "
+                "it by text_request(..., publish=True), for a cache that counts tokens"
+            )
             raise InputError(msg)
         more = geometry.block_keys(request, keys, len(request.output_keys) + seq.named)
         seq.named += len(keys)
@@ -880,7 +890,7 @@ class KVCache:
             return
         if self._droppable is not None and own_blocks(self.pool, seq) == seq.private_blocks:
             try:
-                holes = new_holes(seq, self._droppable(seq))
+                holes = new_holes(retention, seq, self._droppable(seq))
             except BaseException as error:
                 raise self.tree.fail(retention, "droppable", error) from error
             if holes:
@@ -893,9 +903,9 @@ class KVCache:
         try:
             kept = self._keeps(seq)
             # `index` accepts whole numbers of any kind, such as those of arrays.
-            if kept is not None and index(kept) < 1:
-                msg = f"{kept} tokens of {seq.held}: give 1 or more, or None for all"
-                raise ValueError(msg)  # noqa: TRY301 - the plugin's failure like any other
+            if kept is not None and (not hasattr(kept, "__index__") or index(kept) < 1):
+                why = f"{kept!r} of {seq.held} tokens: give 1 or more, or None for all"
+                raise self.tree.refuse(retention, "keeps()", why)  # noqa: TRY301 - passes
         except BaseException as error:
             raise self.tree.fail(retention, "keeps", error) from error
         if kept is not None and kept < seq.held:
@@ -912,16 +922,23 @@ class KVCache:
             return tail if tail in self.pool.owners else None
         return None
 
-    def _copy_tail(self, seq: CacheSequence, tail: int, copy: int, now: int) -> None:
-        """Replace `tail`, the last block of `seq`, by the block `copy`."""
+    def _copy_tail(self, seq: CacheSequence, tail: int, new: Ids, now: int) -> None:
+        """Replace `tail`, the last block of `seq`, by the first of the blocks `new`.
+
+        If `on_copy` raises, all of them are free, to be allocated in the same order.
+        """
         assert isinstance(self.pool, BlockPool)
         assert seq.private is not None
-        self.pool.unshare(tail)
-        seq.private[-1] = copy
-        if self.trace is not None:
-            self.trace.copy(now, seq=seq.id, block=seq.blocks - 1, source=tail, to=copy)
         if self.on_copy is not None:
-            self.on_copy(tail, copy)
+            try:
+                self.on_copy(tail, new[0])
+            except BaseException:
+                self.pool.free(new[::-1], len(new))
+                raise
+        self.pool.unshare(tail)
+        seq.private[-1] = new[0]
+        if self.trace is not None:
+            self.trace.copy(now, seq=seq.id, block=seq.blocks - 1, source=tail, to=new[0])
 
     def _pool_with_ids(self) -> BlockPool:
         """Return the pool; a pool that only counts is replaced by one with ids first.
@@ -940,12 +957,15 @@ class KVCache:
 
     # Refusals.
 
-    def _at(self, now: int | None) -> int:
+    def _at(self, now: int | None, request: Request) -> int:
         """Return the time of a call in ns; None stands for that of the previous call."""
         if now is None:
             return self.now
         if type(now) is not int or now < self.now:
-            msg = f"time is whole nanoseconds and never decreases: {now!r} after {self.now}"
+            msg = (
+                f"a call for request {request.id} has the time {now!r}, the one before "
+                f"{self.now}: time is whole nanoseconds and never decreases"
+            )
             raise InputError(msg)
         self.now = now
         return now
@@ -955,7 +975,7 @@ class KVCache:
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
         if type(now) is not int or now < self.now:
-            return self._at(now)
+            return self._at(now, seq.request)
         self.now = now
         return now
 
@@ -972,9 +992,15 @@ class KVCache:
         # A new exception, since raising one object again lengthens its traceback each time.
         raise PolicyError(str(self.tree.failure)) from self.tree.failure
 
-    def _no_room(self, request: Request, need: int, kept: int) -> str:
-        """Return why `request` cannot get `need` blocks; `kept` unpinned ones must stay."""
+    def _no_room(self, request: Request, need: int, kept: int, total: int) -> str:
+        """Return why `request` cannot get `need` more blocks, to have `total`.
+
+        `kept` unpinned blocks must stay.
+        """
+        pool, evictable = self.pool, self.tree.unpinned_blocks - kept
+        never = f": {total} in all never fit, make the pool larger"
         return (
-            f"request {request.id} needs {need} more blocks; {self.pool.free_blocks} of "
-            f"{self.pool.blocks} are free and {self.tree.unpinned_blocks - kept} can be evicted"
+            f"request {request.id} needs {need} more blocks; {pool.free_blocks} of "
+            f"{pool.blocks} are free and {max(evictable, 0)} can be evicted"
+            f"{never if total > pool.blocks else ''}"
         )

@@ -11,7 +11,7 @@ from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.sequence import Hole, Sequence, merge_holes
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins.base import Plugin
+from kvcore.plugins.base import Plugin, wrong_answer
 
 
 class RetentionPolicy(Plugin):
@@ -110,21 +110,24 @@ def compact_blocks(
     return freed
 
 
-def new_holes(seq: Sequence, ranges: Iterable[tuple[int, int]]) -> list[Hole]:
+def new_holes(policy: Plugin, seq: Sequence, ranges: Iterable[tuple[int, int]]) -> list[Hole]:
     """Return the ranges of blocks that lie whole in `ranges` of tokens and are not dropped yet.
 
     They are disjoint and in order. O(ranges log ranges + holes).
 
     Raises:
-        ValueError: a range reaches beyond the computed tokens.
+        PolicyError: what `policy` has answered is no range of computed tokens.
     """
     size, wanted = seq.span.geometry.block_size, []
-    for tokens in ranges:
-        # `index` accepts whole numbers of any kind, such as those of arrays.
-        start, end = map(index, tokens)
+    for tokens in ranges if isinstance(ranges, Iterable) else (ranges,):
+        try:
+            # `index` accepts whole numbers of any kind, such as those of arrays.
+            start, end = map(index, tokens)
+        except (TypeError, ValueError):
+            start = end = -1
         if not 0 <= start <= end <= seq.computed:
-            msg = f"tokens {start} to {end} of {seq.computed} computed ones"
-            raise ValueError(msg)
+            why = f"{tokens!r}: give (start, end) with 0 <= start <= end <= {seq.computed}"
+            raise wrong_answer(policy, "droppable()", f"{why}, the computed tokens")
         wanted.append((-(-start // size), end // size))
     wanted.sort()
     return list(_without(seq.holes, wanted))

@@ -39,7 +39,7 @@ from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.span import Span
 from kvcore.errors import PolicyError
-from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
+from kvcore.plugins import FAILURES, Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
@@ -522,7 +522,7 @@ class SpanTree:
                 parent.children = {key: span}
             elif children.setdefault(key, span) is not span:
                 why = f"no more than {parent!r}, which {children[key]!r} continues"
-                raise self._refuse(self.index, "match()", why)
+                raise self.refuse(self.index, "match()", why)
             parent.creator = None
             seq.span = span
             if parent.priority != priority or parent.priority_until != until:
@@ -786,7 +786,7 @@ class SpanTree:
             or span.parent is None
             or span.geometry is not self.geometry
         ):
-            raise self._refuse(self.eviction, "victim()", self._why_not(span))
+            raise self.refuse(self.eviction, "victim()", self._why_not(span))
         blocks = span.end - span.start
         method = self._callbacks.evictable_blocks
         if method is None or self._evicts_leaves:
@@ -794,7 +794,7 @@ class SpanTree:
         count = self._call(self.eviction, "evictable_blocks", method, span)
         if type(count) is not int or not 1 <= count <= blocks:
             why = f"{count!r}: give 1 to {blocks}"
-            raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
+            raise self.refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
         return span, count
 
     def _why_not(self, answer: object) -> str:
@@ -888,15 +888,26 @@ class SpanTree:
     def fail(self, plugin: Plugin, method: str, error: BaseException) -> PolicyError:
         """Return a PolicyError for the `error` of a plugin; it ends the use of the cache.
 
-        Raises:
-            KeyboardInterrupt: `error` is one. It ends the use of the cache, too.
+        Raises as `end` does.
         """
-        failure = self._failed(policy_error(plugin, method, error))
-        if isinstance(error, KeyboardInterrupt):
+        return self.end(policy_error(plugin, method, error), error)
+
+    def end(self, failure: PolicyError, error: BaseException) -> PolicyError:
+        """Return `failure`, for the `error` of a callback; it ends the use of the cache.
+
+        So does an `error` which is no failure of a plugin, such as KeyboardInterrupt: whatever
+        it was, the call has stopped half-way. Hence callers catch BaseException.
+
+        Raises:
+            BaseException: `error`, if it is none of `FAILURES`, or is a PolicyError already,
+                which names its plugin and method.
+        """
+        self._failed(error if isinstance(error, PolicyError) else failure)
+        if self.failure is error or not isinstance(error, FAILURES):
             raise error
         return failure
 
-    def _refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
+    def refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
         """Return a PolicyError for a wrong answer; it ends the use of the cache."""
         return self._failed(wrong_answer(plugin, question, why))
 

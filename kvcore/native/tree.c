@@ -104,7 +104,7 @@ static int refuse(Tree *t, PyObject *plugin, PyObject *question, PyObject *why)
 {
     PyObject *failure = NULL;
     if (question && why)
-        failure = PyObject_CallMethod(t->tree, "_refuse", "OOO", plugin, question, why);
+        failure = PyObject_CallMethod(t->tree, "refuse", "OOO", plugin, question, why);
     if (failure)
         PyErr_SetObject((PyObject *)Py_TYPE(failure), failure);
     Py_XDECREF(question), Py_XDECREF(why), Py_XDECREF(failure);

@@ -129,11 +129,9 @@ def _columns(line: bytes) -> list[str]:
     return [name.strip() for name in line.decode(errors="replace").split(",")]
 
 
-def _recognised(
-    path: Path, head: list[bytes], candidates: Iterable[type[Workload]]
-) -> Workload:
+def _recognised(path: Path, head: list[bytes], classes: Iterable[type[Workload]]) -> Workload:
     first_line = head[0]
-    readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
+    readers = sorted((cls for cls in classes if _reads_files(cls)), key=_name)
     votes, errors = Counter[type[Workload]](), {}
     for cls in readers:
         try:
@@ -146,8 +144,7 @@ def _recognised(
     if len(winners) == 1:
         return winners[0].from_file(path)
     if winners:
-        names = " and ".join(map(_name, winners))
-        first = winners[0].name
+        first, names = winners[0].name, " and ".join(map(_name, winners))
         msg = f"{path}: {names} all recognise it; say which, as in '{first}:path={path}'"
         raise InputError(msg)
     known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
@@ -175,20 +172,22 @@ def _first_lines(path: Path) -> Iterator[bytes]:
 
 
 def _suggestions(path: Path, head: list[bytes], readers: list[type[Workload]]) -> str:
-    """Return the commands by which readers would read a file that none recognises."""
+    """Return the commands that read a file which no format has, or make a table of it."""
     options = {cls.name: text for cls in readers if (text := cls.suggestion(head))}
     texts = [f"'kvcore simulate {name}:path={path},{text}'" for name, text in options.items()]
-    return (
-        f"; if it has requests, name their fields, as in {' or '.join(texts)}" if texts else ""
-    )
+    if texts:
+        return f"; if it has requests, name their fields, as in {' or '.join(texts)}"
+    if head[0][:1] in b"{[" or len(head[0].split()) <= 2 * len(_columns(head[0])):
+        return ""  # no line of words
+    cut = "(echo time,input,output; awk -v OFS=, '{print $1, $2, $3}' LOG) > requests.csv"
+    return f"; of another log cut times and tokens of input and output to a table: {cut}"
 
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
     """Return the formats with most of whose fields the line has, and the missing ones."""
     names, complete = json_fields(first_line), "a field is of another type"
     if not names:
-        complete = "its lines are JSON objects"
-        names = frozenset(_columns(first_line))
+        complete, names = "its lines are JSON objects", frozenset(_columns(first_line))
     near = []
     for cls in readers:
         for wanted in cls.line_fields:

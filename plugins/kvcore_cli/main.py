@@ -22,7 +22,7 @@ from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, REAL, Verb
 from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import error_line, imported_place, installed
 from kvcore.plugins.options import nearest
-from kvcore_cli.verb import COMMAND_LINE, Helped, echo, flags_of
+from kvcore_cli.verb import COMMAND_LINE, Helped, echo, end_signals, flags_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +103,7 @@ PLAIN = str.maketrans(
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM: files are discarded as for Ctrl-C."""
+    """Raised on SIGTERM and SIGHUP: files are discarded as for Ctrl-C."""
 
 
 class Verbs(Helped, click.Group):
@@ -249,8 +249,8 @@ def kvcore(ctx: click.Context, *, shows_version: bool, verbose: bool) -> None:
 def main() -> NoReturn:
     """Run the command line of this process, and exit.
 
-    Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception. While the
-    verb loads further modules, they raise when these are loaded, or the second time.
+    Ctrl-C, SIGTERM and SIGHUP raise once the verb is loaded: an import may lose an exception.
+    While the verb loads further modules, they raise when these are loaded, or the second time.
     """
     _prepare_streams()
     warnings.showwarning = _print_warning  # type: ignore[assignment]
@@ -259,8 +259,9 @@ def main() -> NoReturn:
     with suppress(KvcoreError):  # reported when the command line is read
         for verb in known_verbs().keys() & set(sys.argv[1:2]):
             loaded_verb(verb)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupt)
+    for sent in end_signals():
+        if signal.getsignal(sent) is signal.SIG_DFL:
+            signal.signal(sent, _interrupt)
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
         signal.signal(signal.SIGINT, _interrupt)
@@ -356,7 +357,7 @@ class _Repeat:
 
     def __init__(self, signal_number: int) -> None:
         self._number = signal_number
-        self.error = Terminated if signal_number == signal.SIGTERM else KeyboardInterrupt
+        self.error = KeyboardInterrupt if signal_number == signal.SIGINT else Terminated
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
         if _is_loading(frame):

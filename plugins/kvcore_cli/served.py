@@ -27,6 +27,7 @@ from kvcore.hookspecs import Ran, Running
 from kvcore.progress import silent, ticked, unseen
 from kvcore.sections import Section
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
+from kvcore.workloads import notes_of
 from kvcore_cli.output import command_field, emit_json, print_notes, print_sections, progress
 from kvcore_cli.verb import echo
 
@@ -75,7 +76,9 @@ class ServedRun(NamedTuple):
         """
         from kvcore_cli.report.tables import told_of_run  # noqa: PLC0415 - as for reports
 
-        for note in told_of_run(self.parts, result.log):
+        of_workload = notes_of(self.parts.workload)  # which are the last lines: `report`
+        notes = [note for note in result.notes if note not in of_workload]
+        for note in (*told_of_run(self.parts, result.log), *notes):
             echo(f"kvcore: {note}", err=True)
         if (reported := self.parts.workload.reported_hit_ratio) is not None:
             document["reported_hit_ratio"] = reported

@@ -20,6 +20,23 @@ from kvcore.serving.router import Replica, Router
 
 __all__ = ["Dispatcher", "PrefixView"]
 
+CROWDED = 10
+"""Requests of a replica, as a multiple of the mean of the others, that few loads call for."""
+
+
+def is_crowded(most: float | None, replicas: int) -> bool:
+    """Return True if a replica gets ten times the mean of the others: a router follows it.
+
+    Args:
+        most: its requests, divided by the mean of all; None: there are none.
+        replicas: number of replicas.
+    """
+    return (
+        most is not None
+        and replicas > 1
+        and most * (replicas - 1) >= CROWDED * (replicas - most)
+    )
+
 
 class PrefixView:
     """A router's view of the caches of replicas; that of this base class is empty.

@@ -11,12 +11,16 @@ from kvcore.serving.result import Reported
 from kvcore.units import format_bytes, format_number, format_seconds
 from kvcore_cli.report.simulation import SimulationReport, pool_text
 from kvcore_cli.report.tables import TableRow, cell, counted, share
+from kvcore_cluster.dispatcher import is_crowded
 
 MOST_ROWS = 16
 """The most replicas that have a row each; more are summed up in groups."""
 
 GROUPS = 8
 """Number of groups of replicas."""
+
+FEW_REQUESTS = 10
+"""Requests a replica below which nothing is said of how they were spread."""
 
 MOST_NAMES = 8
 """The most replicas that a sentence names."""
@@ -72,6 +76,7 @@ class ClusterReport(SimulationReport):
                 f"{decided}; in the mean {format_number(mean)} of {all_replicas:,} replicas "
                 f"were up ({share(mean / all_replicas)}). One that stops loses its K/V."
             )
+        lines += filter(None, [self._crowded])
         failed = [row for row in summary["replicas"] if row["failures"]]
         if failed:
             times = counted(sum(row["failures"] for row in failed), "time")
@@ -85,6 +90,24 @@ class ClusterReport(SimulationReport):
                 "began again."
             )
         return "\n".join(lines)
+
+    @property
+    def _crowded(self) -> str:
+        """A sentence about a replica with nearly all of many requests."""
+        rows, uneven = self.summary["replicas"], self.summary["imbalance"]["requests"]
+        total = sum(row["requests"] for row in rows)
+        few = total < FEW_REQUESTS * len(rows)
+        if self._planned or few or "phases" in self.summary:
+            return ""
+        if uneven is None or not is_crowded(uneven["most"], len(rows)):
+            return ""
+        most = max(rows, key=lambda row: row["requests"])
+        router = self.config["plugins"]["router"]["name"]
+        return (
+            f"Replica {most['replica']} got {most['requests']:,} of {total:,} requests: "
+            f"{router} follows what is cached there, and the others rest. 'kvcore routers' "
+            "shows which router spreads them."
+        )
 
     @property
     def _planned(self) -> bool:

@@ -12,12 +12,16 @@ from typing import Any
 from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe
+from kvcore.progress import Ticked
 from kvcore.request import SLO, Request
 from kvcore.serving.result import Result
 from kvcore.serving.router import Router
 from kvcore.serving.simulate import check_cache, record_run
+from kvcore.trace.fields import plain
 from kvcore.workloads import check_keys, notes_of
 from kvcore.workloads.arrivals import Arrivals
+from kvcore.workloads.selection import WorkloadSample
+from kvcore_cli.report.tables import plugin_text
 from kvcore_cluster.cluster import Cluster, Failure
 from kvcore_cluster.dispatcher import PrefixView
 from kvcore_cluster.phases import PhaseCluster, PhaseLoop
@@ -162,8 +166,20 @@ def simulate_cluster(
         changes,
         None if planner is None else _rented(cluster),
         cluster.figures() if isinstance(cluster, PhaseCluster) else None,
-        notes=notes_of(workload),
+        notes=[*notes_of(workload), *_routed_otherwise(workload, router)],
     )
+
+
+def _routed_otherwise(workload: object, router: Router) -> list[str]:
+    """Return a note if a proxy has recorded the requests with another router than this one."""
+    source: Any = workload.items if isinstance(workload, Ticked) else workload
+    while isinstance(source, WorkloadSample):
+        source = source.source
+    recorded = getattr(source, "served_router", None)
+    if recorded is None or recorded == (router.name, plain(router.options())):
+        return []
+    name = plugin_text(*recorded)
+    return [f"{source.name}: recorded with another router: '--router {name}' routes as then"]
 
 
 def _rented(cluster: Cluster) -> list[int]:

@@ -28,11 +28,11 @@ from kvcore_cluster.dispatcher import PrefixView
 class Holders:
     """The replicas that hold the blocks of each key.
 
-    A replica that holds a key holds those before it in the prompt, since keys are chained and
-    caches evict from the tail. So the holders of a prompt's keys shrink from one key to the
-    next, and bisection finds where: a lookup costs O(holders · log keys), whatever the number
-    of replicas that hold nothing. A key costs one entry; the set of its holders is the bits
-    of an integer, shared by all keys with the same single holder.
+    A replica that holds a key is taken to hold those before it in the prompt, since keys are
+    chained and caches evict from the tail. So the holders of a prompt's keys shrink from one
+    key to the next, and bisection finds where: a lookup costs O(holders · log keys), whatever
+    the number of replicas that hold nothing. A key costs one entry; the set of its holders is
+    the bits of an integer, shared by all keys with the same single holder.
     """
 
     __slots__ = ("_bits", "_masks")

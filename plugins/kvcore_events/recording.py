@@ -191,7 +191,7 @@ class RecordingWriter(SealedWriter):
         self._begin()
 
     def _begin(self) -> None:
-        path = _next_piece(self._path) if self._rotates else self._path
+        path = next_piece(self._path) if self._rotates else self._path
         super().__init__(path, kind="recording", buffer_bytes=BUFFER_BYTES)
         self.lines: dict[str, int] = {}
         self._begun = monotonic()
@@ -302,7 +302,7 @@ def _split_name(file: Path) -> tuple[str, str]:
     return plain.stem, plain.suffix + compression
 
 
-def _next_piece(file: Path) -> Path:
+def next_piece(file: Path) -> Path:
     """Return the path of the piece after the last one that is a file or a `.part`."""
     stem, suffixes = map(re.escape, _split_name(file))
     names = re.compile(rf"{stem}-(\d{{6,}}){suffixes}(?:\.part.*)?")

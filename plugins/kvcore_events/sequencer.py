@@ -112,6 +112,10 @@ class BatchSequencer:
     had the same bytes before. Without replays, a publisher that restarts and passes its old
     numbers before its first batch is received is reported as a gap.
 
+    Live batches may wait for long. So a replay is used only if the publisher still keeps the
+    live batch that shows the loss, with the same bytes: else it keeps none before it, or has
+    restarted since. And no batch is reported as lost that may still come live.
+
     Memory: 200 bytes for each of the last 100,000 batches of a replay, until a later batch
     comes live.
 
@@ -144,7 +148,14 @@ class BatchSequencer:
             # Only now: a restarted publisher that is behind its old numbers has no batch to
             # compare with the last one received.
             self._disconnected = False
-            reason = yield from self.catch_up()
+            try:
+                kept = yield from _first(self._replay(sequence))
+            except ReplayFailed as error:
+                kept, reason = None, str(error)
+            else:
+                reason = NOT_KEPT
+            if kept == (sequence, payload):
+                reason = yield from self.catch_up(lambda: sequence)
             if sequence < self._expected:
                 self._replayed.pop(sequence, None)
                 return
@@ -154,8 +165,13 @@ class BatchSequencer:
         self._advance(sequence, _digest(payload))
         yield Delivery(self._rank, sequence, payload)
 
-    def catch_up(self) -> Generator[StreamItem | None, None, str]:
+    def catch_up(
+        self, waiting: Callable[[], int | None] = lambda: None
+    ) -> Generator[StreamItem | None, None, str]:
         """Request the batches that the publisher keeps from here on; yield them.
+
+        `waiting` returns the number of the next live batch, if one waits: from it on none is
+        reported as lost.
 
         Yields None now and then while it waits, and for each batch of an answer that yields
         nothing else, of which there may be any number: who reads can end there. Returns the
@@ -169,14 +185,16 @@ class BatchSequencer:
         while again:
             before = self._expected
             try:
-                again = yield from self._ask(self._replay, start)
+                again = yield from self._ask(self._replay, start, waiting)
             except ReplayFailed as error:
                 if self._expected <= before:
                     return str(error)
             start = self._expected
         return NOT_KEPT
 
-    def _ask(self, replay: Replay, start: int) -> Generator[StreamItem | None, None, bool]:
+    def _ask(
+        self, replay: Replay, start: int, waiting: Callable[[], int | None]
+    ) -> Generator[StreamItem | None, None, bool]:
         """Request a replay once; return True, for another request, only if a batch came."""
         # `passed`: the batch before has yielded nothing, and has left its queue by now.
         first, passed = True, False
@@ -199,6 +217,9 @@ class BatchSequencer:
                 if sequence > self._expected:
                     if not first:
                         return True
+                    live = waiting()
+                    if live is not None and live < sequence:
+                        return False
                     yield self._gap(sequence - 1, NOT_KEPT)
                 first = False
                 self._advance(sequence, digest)
@@ -235,6 +256,18 @@ class BatchSequencer:
         restart = Restart(self._rank, self._expected, sequence)
         self._begin()
         return restart
+
+
+def _first(
+    answer: Generator[tuple[int, bytes | None] | None, None, None],
+) -> Generator[None, None, tuple[int, bytes | None] | None]:
+    """Return the first batch of a replay; None: there is none. Yields None while it waits."""
+    with closing(answer):
+        for answered in answer:
+            if answered is not None:
+                return answered
+            yield None
+    return None
 
 
 def _digest(payload: bytes) -> bytes:

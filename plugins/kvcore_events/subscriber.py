@@ -232,6 +232,11 @@ class _Queue:
         """Return the frames of a message; place 0 is the next."""
         return self._messages[index]
 
+    def next_number(self) -> int | None:
+        """Return the number of the next live batch, if one waits."""
+        batches = (frames[1] for frames in self._messages if len(frames) == _FRAMES)
+        return next((n for n in map(number, batches) if n is not None), None)
+
     def append(self, frames: list[bytes]) -> None:
         """Add a message."""
         self._messages.append(frames)
@@ -384,7 +389,10 @@ class Subscriber(Endpoint):
     def _run(self) -> Generator[StreamItem | None, None, None]:
         """Yield the items without end, and None at least each tenth of a second."""
         for stream in self._streams:
-            yield from stream.sequencer.catch_up()
+            self._receive()
+            # A batch that waits shows what is missing before it, when it is read.
+            if stream.queue.next_number() is None:
+                yield from stream.sequencer.catch_up(stream.queue.next_number)
         while True:
             self._receive()
             waiting = [stream for stream in self._streams if stream.queue]

@@ -87,6 +87,9 @@ class PolicyHost:
     Computed blocks are `stored`, from the root down. At the end of a request come `ended`, and
     `unpin` for its blocks, the deepest first.
 
+    The policy gets a time that never decreases: an earlier `now` stands for that of the call
+    before, since an engine may read its clock at several places.
+
     Args:
         eviction: the policy, a name with options, or a class.
         blocks, block_size: size of the engine's cache in blocks, and of a block in tokens.
@@ -101,6 +104,7 @@ class PolicyHost:
         eviction: the policy that chooses victims; after a fallback `lru`.
         blocks: size of the cache in blocks.
         released: serial number of the last release, the `released_order` of its span.
+        now: the time of the last call, in ns.
         failure: the first error of a policy; None: no policy has failed.
         failures: number of policies that have failed.
 
@@ -124,6 +128,7 @@ class PolicyHost:
             raise InputError(msg)
         self.blocks = blocks
         self.released: int
+        self.now: int
         self.failure: PolicyError | None = None
         self.failures = 0
         self._geometry = layout or BlockLayout("tokens", block_size, block_size, recompute)
@@ -224,6 +229,7 @@ class PolicyHost:
         """
         if self._dead is not None:
             raise self._dead
+        self.now = now = now if now > self.now else self.now
         spans, above = self._spans, self._root
         if path is not None:
             ratio = self._geometry.ratio
@@ -296,6 +302,7 @@ class PolicyHost:
         """Remove a pin of each of `blocks`, which are in order, the deepest first."""
         if self._dead is not None:
             raise self._dead
+        self.now = now = now if now > self.now else self.now
         spans, expires = self._spans, self._expires
         for block in blocks:
             span = spans.get(block)
@@ -340,9 +347,10 @@ class PolicyHost:
         """
         if self._dead is not None:
             raise self._dead
+        self.now = now = now if now > self.now else self.now
         if self._orphans:
             self._adopt(blocks, now, request)
-        path = _closed([self._cached(block) for block in blocks])
+        path = _closed(self._pinned(blocks))
         if again:
             for span in path:
                 span.last_access = now
@@ -391,6 +399,7 @@ class PolicyHost:
         """
         if self._dead is not None:
             raise self._dead
+        self.now = now = now if now > self.now else self.now
         kept = set(protected)
         evicted: list[Block] = [
             block
@@ -423,6 +432,7 @@ class PolicyHost:
         """
         if self._dead is not None:
             raise self._dead
+        self.now = now = now if now > self.now else self.now
         for block, (_, pins) in self._orphans.items():
             if not pins and usable(block):
                 del self._orphans[block]
@@ -452,6 +462,7 @@ class PolicyHost:
         """
         if self._dead is not None:
             raise self._dead
+        self.now = now = now if now > self.now else self.now
         if self._orphans.pop(block, None) is not None:
             return
         for span in self._branch(block):
@@ -476,6 +487,29 @@ class PolicyHost:
         expires = span.expires
         return expires is not None and expires <= now
 
+    def check_integrity(self) -> None:
+        """Check what no call checks, for tests of engines. O(blocks).
+
+        An engine has stored no more blocks than it has, and what it has pinned and released
+        has the order on which policies rely.
+
+        Raises:
+            AssertionError: it is not so; the message has the blocks or numbers.
+            PolicyError: the policy has failed, and there is no fallback.
+        """
+        if self._dead is not None:
+            raise self._dead
+        _check(len(self) <= self.blocks, f"{len(self)} blocks are stored, of {self.blocks}")
+        unpinned = 0
+        for block, span in self._spans.items():
+            below = (span.children or {}).values()
+            pinned = sum(child.ref_count > 0 for child in below)
+            later = [each for each in below if each.released_order > span.released_order]
+            _check(pinned <= span.ref_count, f"{pinned} blocks below {block!r} are pinned")
+            _check(not later or span.ref_count > 0, f"{block!r} was released before {later}")
+            unpinned += not span.ref_count
+        _check(unpinned == self._unpinned, f"{unpinned}, not {self._unpinned} are evictable")
+
     def clear(self) -> None:
         """Remove all blocks, pinned or not, and start again with a new policy."""
         self._begin(deepcopy(self._unused))
@@ -484,21 +518,25 @@ class PolicyHost:
 
     def missed(self, request: Request, hit_blocks: int, now: int) -> None:
         """Record that `request` hits `hit_blocks` blocks, fewer than its prompt could."""
+        self.now = now = now if now > self.now else self.now
         if self._on_miss is not None:
             self._call("on_miss", self._on_miss, request, hit_blocks, now)
 
     def queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Record that `request` enters the waiting queue: it arrived, or was preempted."""
+        self.now = now = now if now > self.now else self.now
         if self._on_queued is not None:
             self._call("on_queued", self._on_queued, request, now, front=front)
 
     def dequeued(self, request: Request, now: int) -> None:
         """Record that `request` leaves the waiting queue."""
+        self.now = now = now if now > self.now else self.now
         if self._on_dequeued is not None:
             self._call("on_dequeued", self._on_dequeued, request, now)
 
     def ended(self, request: Request, now: int) -> None:
         """Record the end of `request`, before its blocks are released."""
+        self.now = now = now if now > self.now else self.now
         if self._on_end is not None:
             self._call("on_end", self._on_end, request, now)
         self.forget(request.id)
@@ -517,7 +555,7 @@ class PolicyHost:
         # Blocks cached below lost ones: their spans, and their numbers of pins.
         self._orphans: dict[Block, tuple[Span, int]] = {}
         self._orders: dict[Id | None, int] = {}
-        self._last_id = self.released = self._admissions = 0
+        self._last_id = self.released = self._admissions = self.now = 0
         self._unpinned = 0
         self._attach(policy)
 
@@ -593,6 +631,13 @@ class PolicyHost:
             return self._spans[block]
         except KeyError:
             raise _not_cached(block) from None
+
+    def _pinned(self, blocks: Sequence[Block]) -> list[Span]:
+        """Return the spans of the blocks of a path, which its last block keeps pinned."""
+        path = [self._cached(block) for block in blocks]
+        if path and not path[-1].ref_count:
+            raise _not_pinned(blocks[-1], "`pin` what a request hits before `hit`")
+        return path
 
     def _branch(self, block: Block) -> list[_BlockSpan]:
         order: list[Any] = [self._cached(block)]
@@ -757,12 +802,17 @@ class PolicyHost:
             lru.on_release(span, 0)
 
 
+def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition
+    if not holds:
+        raise AssertionError(message)
+
+
 def _not_cached(block: Block) -> InputError:
     return InputError(f"block {block!r} is not cached: it was never stored, or has left")
 
 
-def _not_pinned(block: Block) -> InputError:
-    return InputError(f"block {block!r} is not pinned: every `unpin` takes back one `pin`")
+def _not_pinned(block: Block, rule: str = "every `unpin` takes back one `pin`") -> InputError:
+    return InputError(f"block {block!r} is not pinned: {rule}")
 
 
 def extended_path(above: Span, keys: Sequence[Key]) -> Sequence[Key]:

@@ -19,7 +19,7 @@ from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent
-from kvcore_lab.candidates import Policy
+from kvcore_lab.candidates import Checkpoint, Policy, for_several_runs
 from kvcore_lab.comparison import SHARING, Comparison, compare_policies
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
 from kvcore_lab.plans.devices import plan_devices
@@ -52,12 +52,13 @@ def find_capacity(
             `Request`.
         plugins: the plugins by name; None: those that are installed.
         progress: shows the number of simulations that have run; None: shows nothing.
-        options: as for `simulate`; plugins by name, since each simulation builds its own.
+        options: as for `simulate`; each simulation has copies of plugins that are instances.
 
     Raises:
         InputError, PluginError, PolicyError: as for `simulate`.
     """
     config = RunConfig("simulate", plugins, workload=workload, **flat_options(options))
+    config = for_several_runs(config)
     if config.drafter is not None:
         msg = "drafter: what would hold is searched without drafts: leave it out"
         raise InputError(msg)
@@ -117,8 +118,7 @@ class CompareOptions(TypedDict, total=False):
     prefix: PluginChoice
     """The prefix cache."""
     tier: TierChoices
-    """Tiers below each pool, by name or as functions, since every row has its own; the optimum
-    then bounds what the pool and the tiers hold together."""
+    """Tiers below each pool; the optimum then bounds what pool and tiers hold together."""
     disable_hybrid_kv_cache_manager: bool
     """Whether all layers keep all tokens, as one group."""
     seed: int | None
@@ -135,7 +135,7 @@ def compare(
     blocks: int | Iterable[int] | None = None,
     *,
     memory: int | str | Iterable[int | str] | None = None,
-    checkpoint: str | Iterable[str] | None = None,
+    checkpoint: Checkpoint | Iterable[Checkpoint] | None = None,
     recompute: PrefillCost | None = None,
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
@@ -153,13 +153,14 @@ def compare(
     Args:
         workload: the requests: a plugin with options, a file, a workload, or an iterable of
             `Request`.
-        policies: one or several: names with options (one text may hold several), policy
-            classes, functions that build a policy, and `optimum`, which has the alias `belady`.
+        policies: one or several: names with options (one text may hold several), policies,
+            which are copied for each row, their classes, functions that build one, and
+            `optimum`, which has the alias `belady`.
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
         memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`. With
             `accounting="tokens"` they are those of the cache groups of the model.
-        checkpoint: checkpoint policies of these groups, as text; None: the default alone. With
-            them the last rows are a bound.
+        checkpoint: checkpoint policies of these groups, in the same forms; None: the default
+            alone. With them the last rows are a bound.
         recompute: the seconds that it costs to compute a block again; None: those of model and
             device.
         trace: the file to write every decision to; with one policy and one size.
@@ -187,7 +188,7 @@ def compare(
     uniform = kept.pop("disable_hybrid_kv_cache_manager", False)
     prefix: Any = kept.pop("prefix", SHARING)
     # Of no pool here: the sizes are those of the rows.
-    config = RunConfig("compare", workload=workload, blocks=1, **kept)
+    config = for_several_runs(RunConfig("compare", workload=workload, blocks=1, **kept))
     accounting = options.get("accounting", "keys")
     grouped = accounting == "tokens" and memory is not None and not uniform
     parts = (GroupedParts if grouped else RunParts)(config, plugins)
@@ -248,7 +249,8 @@ def sweep(
         executor: machines to run on: `local`, `ray` or `ray:HOST:PORT`.
         progress: shows the number of runs that have ended; None: shows nothing.
         gpu_price: dollars an hour by device, in place of those of a table.
-        axes: options of `RunConfig`, each with a value or a list of values; plugins by name.
+        axes: options of `RunConfig`, each with a value or a list of values; each run has
+            copies of plugins that are instances.
 
     Raises:
         InputError: an option that does not exist, or a value that is not valid.

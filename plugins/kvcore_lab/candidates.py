@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeAlias
@@ -10,15 +11,36 @@ from typing import Any, TypeAlias
 import attrs
 
 from kvcore.cache import CheckpointPolicy, EvictionPolicy
+from kvcore.config import RunConfig
 from kvcore.errors import InputError
-from kvcore.plugins.base import qualified
+from kvcore.plugins.base import Plugin, qualified
 from kvcore.plugins.manager import Plugins, resolve
-from kvcore.plugins.options import Spec, parse
+from kvcore.plugins.options import Spec, parse, spec_of
 from kvcore.trace.fields import plain
+from kvcore.workloads import Workload
 from kvcore_replay.belady import Belady
 
-Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
-"""A name with its options, the optimum, a policy class, or a function that builds a policy."""
+Policy: TypeAlias = str | Belady | EvictionPolicy | Callable[[], EvictionPolicy]
+"""A name with its options, the optimum, a policy, its class, or a function that builds one."""
+
+Checkpoint: TypeAlias = str | CheckpointPolicy | Callable[[], CheckpointPolicy]
+"""Checkpoint policies as text, one as an instance, its class, or a function that builds one."""
+
+
+def copies(value: Any) -> Any:
+    """Return a function that copies a plugin, which one run uses up; else the value."""
+    if isinstance(value, Mapping):  # the options of some replicas
+        return {name: copies(option) for name, option in value.items()}
+    if type(value) is tuple:  # none with a name: a window that was text stays one
+        return tuple(map(copies, value))
+    used_up = isinstance(value, Plugin) and not isinstance(value, Workload)
+    return partial(deepcopy, value) if used_up else value
+
+
+def for_several_runs(config: RunConfig) -> RunConfig:
+    """Return a configuration of which each run has copies of the plugins that are instances."""
+    own = {name: copies(value) for name, value in config.options.items()}
+    return config if own == config.options else config.changed(**own)
 
 
 @attrs.frozen
@@ -87,7 +109,7 @@ def refuse_bound(candidates: Iterable[Candidate], accounting: str) -> None:
 
 
 def with_checkpoints(
-    candidates: list[Candidate], policies: str | Iterable[str], plugins: Plugins
+    candidates: list[Candidate], policies: Checkpoint | Iterable[Checkpoint], plugins: Plugins
 ) -> list[Candidate]:
     """Return each candidate with each of the checkpoint policies, and their bound at the end.
 
@@ -99,12 +121,15 @@ def with_checkpoints(
         msg = "the optimum comes by itself with checkpoint policies: leave it out"
         raise InputError(msg)
     limited: list[Candidate] = []
-    for text in [policies] if isinstance(policies, str) else policies:
-        for spec in parse(text):
-            make = partial(plugins.build, "checkpoint", spec, {})
-            make()
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
+        policies = [policies]
+    for policy in policies:
+        for given in parse(policy) if isinstance(policy, str) else [copies(policy)]:
+            make = partial(resolve, "checkpoint", given, plugins=plugins)
+            made = make()
+            text = str(given if isinstance(given, Spec) else spec_of(made))
             limited += [
-                attrs.evolve(candidate, checkpoint=str(spec), make_checkpoint=make)
+                attrs.evolve(candidate, checkpoint=text, make_checkpoint=make)
                 for candidate in candidates
             ]
     return [*_distinct(limited), Candidate.bound(Belady(bypass=True))]
@@ -114,6 +139,8 @@ def candidates_of(
     policies: Policy | Iterable[Policy], plugins: Plugins, seed: int | None
 ) -> list[Candidate]:
     """Return the candidates that `policies` names, without repetitions.
+
+    A policy that is given as an instance is copied for each pool.
 
     `seed` is the seed of named policies that have an option `seed` and do not set it.
 
@@ -129,12 +156,12 @@ def candidates_of(
             found.extend(_named(spec, plugins, seed) for spec in parse(policy))
         elif isinstance(policy, Belady):
             found.append(Candidate.bound(policy))
-        elif callable(policy):
-            found.append(Candidate.building(policy))
+        elif callable(make := copies(policy)):
+            found.append(Candidate.building(make))
         else:
             msg = (
-                f"{policy!r} cannot be compared: give a name, a policy class, or a function "
-                "that builds a policy, since every pool needs one of its own"
+                f"{policy!r} cannot be compared: give a name, a policy, its class, or a "
+                "function that builds one"
             )
             raise InputError(msg)
     if not found:

@@ -25,7 +25,7 @@ from kvcore.errors import InputError, shorten
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins.manager import Plugins, check_name
+from kvcore.plugins.manager import Plugins, check_name, resolve
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import NO_HINTS, Request
@@ -35,8 +35,10 @@ from kvcore.workloads import Workload, WorkloadSample, check_keys, notes_of
 from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import (
     Candidate,
+    Checkpoint,
     Policy,
     candidates_of,
+    copies,
     has_bound,
     refuse_bound,
     with_checkpoints,
@@ -243,16 +245,16 @@ class ReplayOptions(TypedDict, total=False):
     """Tokens of a block; None: the tokens of a key of the workload."""
     accounting: str
     """`keys`, the default, or `tokens`."""
-    prefix: str | Callable[[], PrefixIndex]
-    """The prefix cache, as a name with options, a class, or a function; `radix` by default."""
+    prefix: str | PrefixIndex | Callable[[], PrefixIndex]
+    """The prefix cache: a name, an instance, a class, or a function; `radix` by default."""
     groups: Iterable[LayerGroup]
     """The cache groups of the pools, for models whose layers keep different things, with blocks
     of their sizes, in `tokens` accounting; prompts are computed in chunks of 8,192 tokens. None
     by default: all layers keep all tokens."""
-    checkpoint: str | Iterable[str] | None
-    """The checkpoint policies of these groups, as text: each is compared with each eviction
-    policy. None: the default alone. The last row of a size is a bound: what full attention
-    alone could hit in the pool."""
+    checkpoint: Checkpoint | Iterable[Checkpoint] | None
+    """The checkpoint policies of these groups: each is compared with each eviction policy.
+    None: the default alone. The last row of a size is a bound: what full attention alone could
+    hit in the pool."""
     recompute: PrefillCost | None
     """The seconds to compute a block again, for policies that weigh them; None: those of
     Llama 3.1 8B on an H100."""
@@ -394,9 +396,7 @@ class ReplaySetup:
                 keys,
             ),
             recompute=options.get("recompute") or default_prefill_cost(),
-            make_prefix=(
-                partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
-            ),
+            make_prefix=partial(resolve, "prefix", copies(prefix), plugins=plugins),
             put_tiers=options.get("tiers"),
             groups=groups,
         )
@@ -775,7 +775,7 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
 
 def _in_groups(
     candidates: list[Candidate],
-    checkpoints: str | Iterable[str] | None,
+    checkpoints: Checkpoint | Iterable[Checkpoint] | None,
     setup: ReplaySetup,
     plugins: Plugins,
 ) -> list[Candidate]:

@@ -39,6 +39,9 @@ __all__ = ["Quality", "QualityRow", "measure"]
 FULL = "full"
 """The retention policy that keeps everything: the baseline of every codec."""
 
+FULL_CODEC = "fp16"
+"""The codec of full K/V, if none is given."""
+
 CANNOT_COPY, COPIES = "transformer", "induction"
 """A generator with random weights, which finds no needle, and the one that replaces it."""
 
@@ -167,7 +170,7 @@ def measure(
     generator: Generator | str,
     *,
     retention: str = FULL,
-    codec: str = "fp16",
+    codec: str = FULL_CODEC,
     budgets: Iterable[float] = (0.1, 0.25, 0.5),
     backend: str = "torch-cpu",
     dtype: str = "fp32",

@@ -55,7 +55,7 @@ class WorkerDied:
         """Return the reason for which the task has no other outcome."""
         return (
             f"its worker died {ATTEMPTS} times, at last by {self.ended}: a crash, or more "
-            "memory than there is (fewer --jobs need less)"
+            "memory than there is (fewer jobs need less)"
         )
 
 
@@ -278,9 +278,12 @@ class _Pool(Generic[TaskT, OutcomeT]):
             return f"signal {-code}"
 
 
+_ENDING = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP")]
+
+
 @contextmanager
 def _interrupts_delayed() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the body ends; processes that it starts block SIGINT.
+    """Delay signals that end verbs until the body ends; what it starts blocks SIGINT.
 
     If this thread blocks the signal, another thread gets it, and Python still raises the
     exception in the main thread. Raised while a worker starts, it would leave a worker that is
@@ -288,7 +291,7 @@ def _interrupts_delayed() -> Iterator[None]:
     it would read the end of a pipe from which it is to learn what to do.
     """
     caught: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
+    signals = (signal.SIGINT, *_ENDING) if current_thread() is main_thread() else ()
     # A default action ends the process, which takes its workers along.
     handlers = {n: handler for n in signals if callable(handler := signal.getsignal(n))}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -310,7 +313,9 @@ _task_function: list[Callable[[Any], Any]] = []
 
 def _begin(work: Work[Any, Any]) -> None:
     """Make this process a worker."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the handler of its parent
+    for sent in _ENDING:
+        if callable(signal.getsignal(sent)):
+            signal.signal(sent, signal.SIG_DFL)  # a fork has the handler of its parent
     Thread(target=_die_with_parent, daemon=True).start()
     # Output of plugins is no part of the parent's results.
     os.dup2(2, 1)

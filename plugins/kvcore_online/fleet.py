@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,7 +21,7 @@ from kvcore.request import block_keys
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import LONGEST_METRICS
-from kvcore_cluster.dispatcher import Dispatcher, PrefixView
+from kvcore_cluster.dispatcher import Dispatcher, PrefixView, is_crowded
 from kvcore_cluster.views import EventsView, SentIndex, parse_view
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode
@@ -35,7 +36,7 @@ from kvcore_events.model import (
 from kvcore_events.sequencer import Delivery, Gap, Restart, StreamItem
 from kvcore_events.subscriber import Server, Subscriber
 from kvcore_online.route_config import RouteConfig, Upstream
-from kvcore_online.supervision import PAUSE_SECONDS, Messages, supervised, warn
+from kvcore_online.supervision import LOG, PAUSE_SECONDS, Messages, supervised, warn
 from kvcore_online.traffic import Flight, Metrics, TrafficLog
 from kvcore_plugins.traces.keyed import KeyedNames
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 _USAGE = re.compile(
     rb"^(?:vllm:|kvcore_)kv_cache_usage_perc(?:\{[^}\n]*\})? (\S+)$", re.MULTILINE
 )
+
+WATCHED = 100
+"""Requests a server after which it is looked at how they were spread."""
 
 PART_KEYS = 1 << 12
 """Largest number of keys of blocks that are applied at a time: about 1 ms."""
@@ -336,6 +340,7 @@ class Fleet:
         self._clock, self._began = clock, clock()
         self.metrics = Metrics()
         self._messages = Messages()
+        self._sent: list[LiveServer] = []
         router = _router(config)
         self.servers = [
             LiveServer(
@@ -454,6 +459,17 @@ class Fleet:
                     self.log_error = kept
                 warn(f"{self.log_error}; the proxy goes on without a trace")
 
+    def rotate(self) -> None:
+        """Close the trace, and begin the next one: what has come so far can be read."""
+
+        def write(log: TrafficLog) -> None:
+            try:
+                log.rotate(self.now())
+            except InputError as error:
+                raise StorageError(str(error)) from error
+
+        self._write(write)
+
     def _unlogged(self, error: InputError) -> None:
         """Count a request that cannot be written to the trace, which goes on without it."""
         self.metrics.unlogged.inc()
@@ -491,11 +507,29 @@ class Fleet:
         flight.routes.append((now, replica.number, hits))
         attempt = Attempt(flight, server)
         server.attempts.add(attempt)
+        self._watch_balance(server)
         name = server.options.name
         self.metrics.in_flight.labels(name).inc()
         self.metrics.prompt_tokens.labels(name).inc(flight.request.prompt_tokens)
         self.metrics.hit_tokens.labels(name).inc(hits)
         return attempt
+
+    def _watch_balance(self, server: LiveServer) -> None:
+        """Tell, seldom, that one server gets nearly all requests while others are up."""
+        sent, up = self._sent, len(self.dispatcher.up)
+        sent.append(server)
+        if len(sent) < WATCHED * up:
+            return
+        busiest, most = Counter(sent).most_common(1)[0]
+        if is_crowded(most * up / len(sent), up):
+            name, router = busiest.options.name, self.dispatcher.router.name
+            self._messages.warn(
+                f"{name} got {most:,} of the last {len(sent):,} requests while {up} servers "
+                f"are up: {router} follows what is cached there. If it is overloaded, take a "
+                "router that counts load, such as lmetric",
+                f"crowded {name}",
+            )
+        sent.clear()
 
     def first_byte(self, attempt: Attempt, began: int) -> None:
         """Count an attempt whose answer began at `began` (ns), and can be passed on."""
@@ -556,7 +590,7 @@ class Fleet:
             self._write(lambda log: log.sync(self.now()))
 
     def _join(self, server: LiveServer) -> None:
-        warn(f"{server.options.name} is up")
+        LOG.info("%s is up", server.options.name)
         self.metrics.up.labels(server.options.name).set(1)
         with self._router_warnings():
             self.dispatcher.joined(server.replica, self.now())

@@ -15,6 +15,7 @@ import orjson
 from kvcore.errors import InputError, KvcoreError, PolicyError
 from kvcore.lazy import import_extra
 from kvcore.untrusted import LONGEST_HEADER, MOST_HEADERS, media_type
+from kvcore_cli.report.tables import counted
 from kvcore_online.supervision import BACKLOG, Messages, connection_limit, report_errors, warn
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._threaded = threaded
         self._opening = 0  # connections that are accepted and not made yet
+        self._open: set[asyncio.Future[None]] = set()  # one for each request in flight
         self._lanes = asyncio.Lock(), asyncio.Lock()  # of short bodies and of long ones
 
     async def start(self) -> None:
@@ -168,14 +170,21 @@ class Listener:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def stop(self) -> None:
-        """Stop listening, and wait for requests in flight."""
+        """Wait for requests in flight, and stop listening.
+
+        Until they have ended new ones are answered: probes get the status of a server that
+        ends, not a refused connection.
+        """
         if self._http is None:  # it has not been started
             return
-        if self._server is not None:
-            self._server.close()
         # aiohttp would wait as long again for handlers that it has asked to end.
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._shutdown_timeout, self.abort)
+        self._http.pre_shutdown()
+        if self._open:
+            await asyncio.wait(self._open, timeout=self._shutdown_timeout)
+        if self._server is not None:
+            self._server.close()
         # A connection that was let in is made in a turn of the loop, and waits in the next one.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -185,6 +194,8 @@ class Listener:
 
     def abort(self) -> None:
         """Close all connections, which ends the requests in flight."""
+        if self._open:
+            warn(f"{counted(len(self._open), 'request')} in flight cut off")
         for connection in self._http.connections if self._http else ():
             if connection.transport is not None:
                 connection.transport.abort()
@@ -279,6 +290,15 @@ class Listener:
 
     async def _answered(self, http: web.Request) -> web.StreamResponse:
         """Send the answer to a request to its client, which must take it in time; return it."""
+        done = asyncio.get_running_loop().create_future()
+        self._open.add(done)
+        try:
+            return await self._sent(http)
+        finally:
+            self._open.discard(done)
+            done.set_result(None)
+
+    async def _sent(self, http: web.Request) -> web.StreamResponse:
         answer = await self._answer(http)
         if http.writer.output_size and not answer.prepared and http.transport is not None:
             http.transport.abort()  # another one has begun, and cannot become this one

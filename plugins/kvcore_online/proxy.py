@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from io import BytesIO
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import attrs
 import orjson
@@ -36,7 +36,7 @@ from kvcore_online.listener import (
 )
 from kvcore_online.prompts import MOST_KEYS, Call, SentCall, token_ids, token_request
 from kvcore_online.route_config import RouteConfig
-from kvcore_online.supervision import signalled, stopped, warn
+from kvcore_online.supervision import signalled, stopped
 from kvcore_online.traffic import Flight
 
 if TYPE_CHECKING:
@@ -512,10 +512,13 @@ class Proxy:
             _refuse("its answer is not JSON", failure=True)
         usage = document.get("usage") if isinstance(document, dict) else None
         if isinstance(usage, dict):
-            self._count_cached(attempt, take_usage(attempt.flight, usage))
+            self._count_usage(attempt, take_usage(attempt.flight, usage))
 
-    def _count_cached(self, attempt: Attempt, tokens: int) -> None:
-        self.fleet.metrics.cached_tokens.labels(attempt.server.options.name).inc(tokens)
+    def _count_usage(self, attempt: Attempt, cached: int) -> None:
+        """Count the prompt tokens that a server has reported, and those that hit there."""
+        name, metrics = attempt.server.options.name, self.fleet.metrics
+        metrics.cached_tokens.labels(name).inc(cached)
+        metrics.counted_tokens.labels(name).inc(attempt.flight.prompt or 0)
 
     async def _pass_on(
         self, http: web.Request, attempt: Attempt, answer: Answer
@@ -546,7 +549,7 @@ class Proxy:
                     reason = str(error) or "it was too slow"
                     why = f"{server.options.name} ended within its answer: {reason}"
                     last = b"data: " + error_body(NO_SERVER, why) + b"\n\n"
-                self._count_cached(attempt, stream.cached)
+                self._count_usage(attempt, stream.cached)
                 await self._give(out, http, last, end=True)
         except (_ClientGoneError, ConnectionError, TimeoutError):
             status = str(GONE)
@@ -575,11 +578,20 @@ class Proxy:
             raise _ClientGoneError from None
 
     async def _part(self, response: ClientResponse) -> bytes:
-        """Return the next bytes of an answer; none at its end."""
-        if response.content.at_eof():
+        """Return the next bytes of an answer, also if its server has died; none at its end."""
+        content = response.content
+        if content.at_eof():
             return b""  # without a timer
+        lost = content.exception()
+        if lost is not None:
+            # aiohttp raises it again, before what has come ahead of it.
+            content.set_exception(cast("BaseException", None))
+            data = content.read_nowait()
+            content.set_exception(lost)
+            if data:
+                return data
         async with asyncio.timeout(self.config.between_timeout):
-            return await response.content.readany()
+            return await content.readany()
 
     async def _whole(
         self, response: ClientResponse, data: bytes, most: int | None = None
@@ -743,11 +755,12 @@ def run(config: RouteConfig, ready: Callable[[Proxy], None]) -> None:
 
 async def _run(proxy: Proxy, ready: Callable[[Proxy], None]) -> None:
     await proxy.start()
-    with signalled() as ending:
+    # Without a trace nothing is rotated, and SIGHUP ends the proxy as it does other programs.
+    rotate = proxy.fleet.rotate if proxy.config.trace is not None else None
+    with signalled(rotate) as ending:
         try:
             ready(proxy)
             await ending.wait()
-            warn("ending; a second signal does not wait for requests in flight")
         finally:
             await stopped(proxy.stop(), ending, proxy.abort)
     if proxy.fleet.log_error is not None:

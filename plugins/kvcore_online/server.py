@@ -33,7 +33,7 @@ from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener
 from kvcore_online.metrics import server_metrics
 from kvcore_online.simulated import SimulatedModel, SimulatedTokens
 from kvcore_online.stored import StoredBlocks
-from kvcore_online.supervision import signalled, stopped
+from kvcore_online.supervision import signalled, stopped, unused_path
 from kvcore_online.tally import CANCELLED, FAILED, REJECTED
 from kvcore_plugins.traces.keyed import KeyedNames
 from kvcore_plugins.traces.live import LiveTrace
@@ -78,7 +78,7 @@ class ServeConfig:
         grace: seconds that open requests may take when the server ends.
         kv_events: address at which KV events are published, such as `tcp://127.0.0.1:5557`.
         kv_replay: address at which missing KV events are sent again.
-        trace: file to write every decision to.
+        trace: file to write every decision to; its next piece if an earlier trace has it.
         speed_up: times as fast as the wall clock that a simulation runs; None: no step is
             waited for, as a model on tensors takes its own time.
 
@@ -344,7 +344,7 @@ class Server:
                 # and the keys of blocks in it, have a keyed hash of it.
                 self._names = KeyedNames()
                 header = parts.header()
-                trace = stack.enter_context(LiveTrace(config.trace, **header))
+                trace = stack.enter_context(LiveTrace(unused_path(config.trace), **header))
             arguments = parts.arguments(trace)
             cache = arguments["cache"]
             check_cache(cache, "serve")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import threading
@@ -12,13 +13,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from kvcore.errors import PolicyError
+from kvcore.files import part_path
 from kvcore.untrusted import escaped, escaped_json
 from kvcore_cli.verb import end_signals
+from kvcore_events.recording import next_piece
 
 if sys.platform != "win32":
     import resource
@@ -113,6 +117,21 @@ def announce(what: str, host: str) -> None:
     LOG.info("%s; Ctrl-C ends", what)
 
 
+def unused_path(path: Path) -> Path:
+    """Return the path for a new trace: `path`, or its next piece if an earlier trace has that.
+
+    So a server that is started again loses nothing of what it has recorded, be it whole or the
+    `.part` that a killed process has left. A device or a pipe is written to as it is.
+    """
+    part = part_path(path)
+    empty = part == path or not path.exists() or not path.stat().st_size
+    if empty and (part == path or not part.exists()):
+        return path
+    piece = next_piece(path)
+    LOG.info("%s has an earlier trace: this one goes to %s", path, piece.name)
+    return piece
+
+
 async def supervised(
     what: str, job: Callable[[], Awaitable[None]], failed: Callable[[], None]
 ) -> None:
@@ -168,6 +187,7 @@ async def stopped(
 
     A wrapper of the command may pass on a signal that the command gets as well.
     """
+    LOG.info("ending; a second signal does not wait for requests in flight")
     signals.clear()
     stopping = asyncio.ensure_future(stop)
     again = asyncio.ensure_future(signals.wait())
@@ -176,21 +196,40 @@ async def stopped(
     if not stopping.done():
         abort()
     await stopping
+    LOG.info("ended")
 
 
 @contextmanager
-def signalled() -> Iterator[asyncio.Event]:
-    """Yield an event that Ctrl-C, SIGTERM and SIGHUP set; later they end the process."""
+def signalled(rotate: Callable[[], None] | None = None) -> Iterator[asyncio.Event]:
+    """Yield an event that Ctrl-C, SIGTERM and SIGHUP set; later they end the process.
+
+    With `rotate` SIGHUP calls that, as is usual for daemons, unless it says that the terminal
+    of the process has been closed.
+    """
     loop, event = asyncio.get_running_loop(), asyncio.Event()
+    began_in_terminal = _has_terminal()
+
+    def hung_up() -> None:
+        if rotate is None or (began_in_terminal and not _has_terminal()):
+            event.set()
+        else:
+            rotate()
+
     # Signals come to the main thread alone.
     in_main = threading.current_thread() is threading.main_thread()
     numbers = end_signals() if in_main else []
     before = {signum: signal.getsignal(signum) for signum in numbers}
     for signum in numbers:
-        loop.add_signal_handler(signum, event.set)
+        is_hangup = signum.name == "SIGHUP"
+        loop.add_signal_handler(signum, hung_up if is_hangup else event.set)
     try:
         yield event
     finally:
         for signum, handler in before.items():
             loop.remove_signal_handler(signum)
             signal.signal(signum, handler)
+
+
+def _has_terminal() -> bool:
+    """Return True if stdin, stdout or stderr is a terminal that is open."""
+    return any(map(os.isatty, range(3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.files import part_path
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
 from kvcore_cluster.trace import ClusterTrace
 from kvcore_lab.report.prometheus import FIRST_TOKEN
 from kvcore_online.prompts import MOST_KEYS
+from kvcore_online.supervision import unused_path
 from kvcore_plugins.traces.keyed import KeyedNames
 from kvcore_plugins.traces.live import LiveTrace
 
@@ -103,7 +106,8 @@ class TrafficLog:
     keys wait, the oldest request is written with the lengths counted so far.
 
     Args:
-        path: the file, which appears when the log is closed.
+        path: the file, which appears when the log is closed; where an earlier trace has the
+            name, and after `rotate`, its next piece.
         router: name and options of the router.
         routing: other options that decide on routes, such as the view.
         replicas: all replicas.
@@ -128,20 +132,33 @@ class TrafficLog:
     ) -> None:
         self._names = names
         self._unlogged = unlogged
-        self.file = LiveTrace(path, mode="wall")
-        self._trace = ClusterTrace(self.file)
-        for replica in replicas:
-            self._trace.recorder(replica.number).begin(
-                count="tokens",
-                block_size=replica.block_size,
-                key_tokens=key_tokens,
-                blocks=replica.blocks,
-                plugins={},
-            )
-        self._trace.begin(router, routing=routing)
+        self._path, self._key_tokens = path, key_tokens
+        self._router, self._routing, self._replicas = router, routing, replicas
+        self._open(0, 0)
         # By id, in order of arrival; a dict looks for its first among all that have gone.
         self._flights: OrderedDict[int | str, Flight] = OrderedDict()
         self._held = 0
+
+    def _open(self, zero: int, now: int) -> None:
+        """Open a file whose times count from `zero`, the date of which is in its header.
+
+        Raises:
+            InputError: it cannot be opened.
+        """
+        self.file = LiveTrace(unused_path(self._path), mode="wall")
+        self._trace = ClusterTrace(self.file)
+        for replica in self._replicas:
+            self._trace.recorder(replica.number).begin(
+                count="tokens",
+                block_size=replica.block_size,
+                key_tokens=self._key_tokens,
+                blocks=replica.blocks,
+                plugins={},
+            )
+        began = datetime.now(UTC) - timedelta(microseconds=(now - zero) / 1_000)
+        routing = {**self._routing, "began": began.isoformat(timespec="milliseconds")}
+        self._trace.begin(self._router, routing=routing)
+        self._zero, self._empty = zero, True
 
     def begin(self, flight: Flight) -> None:
         """Record the arrival of a request."""
@@ -174,11 +191,29 @@ class TrafficLog:
         self._flush(now)
         self.file.flush()
 
+    def rotate(self, now: int) -> None:
+        """Close a file that has a request; the next one has those that are not written yet.
+
+        A device or a pipe has no next one, and stays open.
+
+        Raises:
+            InputError: the next file cannot be opened.
+            StorageError: the disk is full.
+        """
+        if self._empty or part_path(self._path) == self._path:
+            return
+        self._trace.flush(now + 1 - self._zero)
+        self.file.close()
+        first = next(iter(self._flights.values()), None)
+        self._open(now if first is None else first.request.arrival, now)
+
     def close(self, now: int) -> None:
-        """Write all requests that are left, and END."""
+        """Write all requests that are left, and END; discard a later piece without any."""
         for flight in list(self._flights.values()):
             self.end(flight)
         self._flush(now + 1)
+        if self._empty and self.file.name != str(self._path):
+            self.file.discard()
         self.file.close()
 
     def _final(self, flight: Flight) -> Sequence[Request]:
@@ -191,21 +226,24 @@ class TrafficLog:
 
     def _write(self, flight: Flight) -> None:
         for request in flight.parts if flight.ended else self._final(flight):
+            zero, now = self._zero, request.arrival
             try:
-                self._trace.request(request, request.arrival)
+                self._trace.request(request, now - zero)
             except InputError as error:
                 self._unlogged(error)
                 continue
-            prompt_tokens, now = len(request.keys) * request.key_tokens, request.arrival
+            self._empty = False
+            prompt_tokens = len(request.keys) * request.key_tokens
             for now, replica, tokens in flight.routes:
-                self._trace.route(now, request, replica, min(tokens, prompt_tokens))
+                self._trace.route(now - zero, request, replica, min(tokens, prompt_tokens))
             if flight.refused:
-                self._trace.refuse(now, request, flight.refused)
+                self._trace.refuse(now - zero, request, flight.refused)
 
     def _flush(self, now: int) -> None:
         """Write the lines before `now`, and before the first request that has not ended."""
         first = next(iter(self._flights.values()), None)
-        self._trace.flush(now if first is None else min(now, first.request.arrival))
+        until = now if first is None else min(now, first.request.arrival)
+        self._trace.flush(until - self._zero)
 
 
 def _size(flight: Flight) -> int:
@@ -227,8 +265,9 @@ class Metrics:
         retries: requests by the replica that did not answer.
         first_byte: seconds from arrival to the first byte, by replica.
         hit_tokens: prompt tokens that the router expected to hit, by replica.
-        cached_tokens: prompt tokens that hit by the servers' own count, by replica.
-        prompt_tokens: prompt tokens of requests that were sent, by replica.
+        cached_tokens, counted_tokens: prompt tokens that hit, and all of the same prompts, by
+            the servers' own count, by replica.
+        prompt_tokens: prompt tokens of requests that were sent, as estimated, by replica.
         in_flight: requests in flight, by replica.
         unlogged: requests that could not be written to the trace.
         lost_batches: batches of KV events that are lost or cannot be read, by replica.
@@ -258,6 +297,8 @@ class Metrics:
         self.retries = counter("retries", "Requests that it did not answer.", by)
         self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by)
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by)
+        text = "Prompt tokens of answers with a usage, as servers count."
+        self.counted_tokens = counter("counted_tokens", text, by)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, as estimated.", by)
         self.unlogged = counter("unlogged", "Requests left out of the trace.")
         self.lost_batches = counter("lost_batches", "Batches of KV events not read.", by)

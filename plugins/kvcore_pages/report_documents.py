@@ -127,7 +127,9 @@ class DocumentResult(Result):
     @classmethod
     def read(cls, name: str, document: Document, form: Form) -> DocumentResult:
         """Read a document of a kind back."""
-        content = [*form.content(document)]
+        # Plans and sizes have notes of their own, among their sentences.
+        notes = document.get("notes", ()) if "workload" in document else ()
+        content = [*sentences("\n".join(notes), "notice"), *form.content(document)]
         return cls(name=name, kind=form.kind, plural=form.plural, form=form, content=content)
 
     def parts(self) -> Iterator[Part]:
@@ -381,6 +383,16 @@ def _sweep(document: Document) -> Content:
     yield from again(recorded(document, "--json"))
 
 
+def _answered(report: PlanReport | DevicePlansReport) -> Content:
+    """Yield the sections of a plan, its last sentences before the table as its answer."""
+    for section in report.sections:
+        if section == report.headline:
+            yield section.removesuffix(report.answer)
+            yield from sentences(report.answer, "answer")
+        else:
+            yield section
+
+
 @_form(
     "plans limit setup",
     "Plan of a fleet",
@@ -388,8 +400,8 @@ def _sweep(document: Document) -> Content:
     plural="Plans of fleets",
 )
 def _plan(document: Document) -> Content:
-    yield from PlanReport(document).sections
-    yield "\n".join(document["notes"])
+    yield from _answered(PlanReport(document))
+    yield from sentences("\n".join(document["notes"]), "notice")
     yield from again(recorded(document, "--json"))
 
 
@@ -400,10 +412,11 @@ def _plan(document: Document) -> Content:
 )
 def _device_plans(document: Document) -> Content:
     report = DevicePlansReport(document)
-    yield from report.sections
+    yield from _answered(report)
     if document["fleets"]:
         yield report.chart()
-    yield "\n".join(note for note in document["notes"] if note not in report.left_out)
+    notes = (note for note in document["notes"] if note not in report.left_out)
+    yield from sentences("\n".join(notes), "notice")
     yield from again(recorded(document, "--json"))
 
 
@@ -429,7 +442,9 @@ def _whatif(document: Document) -> Content:
     )
     report = WhatIfReport(whatif)
     yield from sentences(report.warning, "warning")
-    yield from (report.headline, report.table, report.verdict, report.chart())
+    yield report.headline
+    yield from sentences(report.verdict, "answer")
+    yield from (report.table, report.chart())
     for changes in report.tables:
         yield from shown([changes], f"Requests: {changes.headers[0]}")
     bills, rebilled = (document[run].get("bill") for run in runs)
@@ -440,7 +455,7 @@ def _whatif(document: Document) -> Content:
     before, after = whatif.recorded.config, whatif.rerun.config
     one, other = dict(settings(before)), dict(settings(after))
     rows = [[name, one.get(name, NONE), other.get(name, NONE)] for name in {**one, **other}]
-    yield from table("All settings", ["setting", "recorded", "what if"], rows, ())
+    yield from table("All settings", ["setting", "recorded", "what if"], rows, (), folded=True)
     yield from again(recorded(document, "--json"))
     told = f"Regret and miss reasons are those of the trace: give {whatif.file} to"
     yield from sentences(f"{told} `kvcore report` too.", "missing")

@@ -116,7 +116,11 @@ def heading(text: str) -> Part:
 
 
 def sentences(text: str, kind: str = "text") -> list[Part]:
-    """Return each line of `text` as a paragraph of a kind, such as `warning` or `command`."""
+    """Return each line of `text` as a paragraph of a kind.
+
+    A page begins with each `warning` and each `answer` of its results; `notice` and `missing`
+    say what to know of figures, and what lacks.
+    """
     return [{"kind": kind, "text": line} for line in text.splitlines() if line]
 
 
@@ -164,16 +168,20 @@ def table(
     headers: Sequence[str],
     rows: Iterable[Sequence[object]],
     right: Iterable[str] | None = None,
+    *,
+    folded: bool = False,
 ) -> list[Part]:
     """Return a table, or nothing without rows.
 
-    `right` are the headers of columns that are flush right; None: all except the first.
+    `right` are the headers of columns that are flush right; None: all except the first. A
+    reader opens one that is `folded`.
     """
     cells = [list(map(str, row)) for row in rows]
     flush = set(headers[1:] if right is None else right)
     columns = [index for index, header in enumerate(headers) if header in flush]
     part = {"kind": "table", "caption": caption, "headers": [*headers], "rows": cells}
-    return [{**part, "right": columns}] if cells else []
+    more = {"folded": True} if folded else {}
+    return [{**part, "right": columns, **more}] if cells else []
 
 
 def chart(
@@ -309,8 +317,9 @@ def panel_lines(
 def panels(drawn: Chart, title: str) -> Iterator[Part]:
     """Yield the panels of a chart one below another: lines, or bars if the axis has one value.
 
-    A single panel has the title; several have their labels.
+    A single panel has the title; several have their labels, and the first of bars says of what.
     """
+    about = drawn.title
     for panel in drawn.panels:
         label = panel.label if len(drawn.panels) > 1 or not title else title
         label = f"{label[0].upper()}{label[1:]}"
@@ -325,7 +334,9 @@ def panels(drawn: Chart, title: str) -> Iterator[Part]:
             heights = {name: points[0][1] for name, points in panel.lines.items() if points}
             heights |= bound if heights else {}
             group = {panel.label: [*heights.values()]}
-            yield from bars(label, drawn.title, [*heights], group, panel.text)
+            if any(heights.values()):  # none has host memory, for instance
+                yield from bars(label, about, [*heights], group, panel.text)
+                about = ""
 
 
 def _positive(line: Line) -> Line:

@@ -20,7 +20,7 @@ from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore.untrusted import parse_json
 from kvcore_cli.report.simulation import SimulationReport
-from kvcore_cli.report.tables import counted, setup, share, slo_of
+from kvcore_cli.report.tables import counted, setup, share, slo_of, slo_times
 from kvcore_lab.report.capacity import holding
 from kvcore_lab.report.paging import paging_sections
 from kvcore_pages.report_parts import (
@@ -44,6 +44,7 @@ from kvcore_pages.report_parts import (
     table,
 )
 from kvcore_replay.check.trace import check_trace
+from kvcore_replay.gpu_cost import Cost
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.misses.reasons import OF_POOLS, Explanation, Summary
 from kvcore_replay.recorded_run import RunSummary, recorded_run
@@ -51,6 +52,7 @@ from kvcore_replay.report.billing import bill_sections
 from kvcore_replay.report.misses import SummaryReport, spaced
 from kvcore_replay.report.plots import Latencies
 from kvcore_replay.report.whatif import run_rows
+from kvcore_replay.savings import Savings
 from kvcore_replay.state.replicas import ServerReader
 from kvcore_replay.timeline import Series, Timeline
 
@@ -252,17 +254,41 @@ class Run(Result):
             yield from sentences(report.headline)
         elif trace is not None:
             yield from sentences(trace.report.headline)
+        yield from sentences(self._answer(), "answer")
+        yield from sentences("\n".join((self.summary or {}).get("notes", ())), "notice")
+        yield from self._figures()
+        yield from self._over_time()
+        yield from self._regret()
         yield heading("What was run")
         if report is None and self.summary is not None:
             told = "The summary does not say: `kvcore simulate --out` writes what was run too."
             yield from sentences(told, "missing")
         if report is not None or self.summary is None:
             yield from sentences(report.setup if report is not None else setup(self.header))
-        yield from table("All settings", ["setting", "value"], settings(self.header), ())
-        yield from self._figures()
-        yield from self._over_time()
-        yield from self._regret()
+        rows = settings(self.header)
+        yield from table("All settings", ["setting", "value"], rows, (), folded=True)
         yield from self._commands()
+
+    def _answer(self) -> str:
+        """Return sentences on what was served in time, what it cost, and what hits saved."""
+        summary = self.summary
+        if summary is None:
+            return ""
+        first, slo = summary["ttft_s"], slo_times(slo_of(summary)).replace(",", ", ")
+        lines = []
+        if first is not None:
+            half, late = (format_seconds(first[rank]) for rank in ("p50", "p99"))
+            lines.append(
+                f"{share(summary['slo']['met'])} of the requests were served within the SLO "
+                f"({slo}); first tokens came after {half} in the median, and after {late} in "
+                "the 99th percentile."
+            )
+        if "cost" in summary:
+            fields = {name: summary["cost"][name] for name in Cost._fields}
+            lines.append(str(Cost(**fields)))
+        if "savings" in summary:
+            lines.append(str(Savings(**summary["savings"])))
+        return "\n".join(lines)
 
     def _figures(self) -> Iterator[Part]:
         report, summary, latencies = self.report, self.summary, self.latencies

@@ -104,7 +104,7 @@ def test_layers_that_keep_different_things_have_no_trace_in_common(tmp_path, lik
 
 def test_misses_are_explained_for_one_replica(recorded):
     """The misses of one replica are explained; those of all in one are refused."""
-    with pytest.raises(TraceError, match="explained for one replica: give --replica N"):
+    with pytest.raises(TraceError, match="explained for one replica: give replica"):
         explain(recorded)
     assert [request.hit for request in explain(recorded, replica=1).requests.values()] == [
         0,

@@ -20,7 +20,8 @@ def reported():
     """Return a function that simulates a cluster and returns its report."""
 
     def report(**options):
-        parts = ClusterParts(RunConfig(workload=SMALL, tensor_parallel=1, **options))
+        given = {"workload": SMALL, "tensor_parallel": 1, **options}
+        parts = ClusterParts(RunConfig(**given))
         result = simulate_cluster(parts.workload, **parts.cluster())
         document = parts.document(result)
         return ClusterReport(document, document["config"])
@@ -43,6 +44,20 @@ def test_many_replicas_are_reported_in_groups(reported):
     assert "means of a group" in report.reading
     busy = [float(row[3].rstrip("%")) for row in report.replicas]
     assert busy == sorted(busy, reverse=True)
+
+
+@pytest.mark.parametrize("bound", ["0", "1.5"])
+def test_a_replica_with_nearly_all_requests_is_told(reported, bound):
+    """Of prompts with one beginning a bound on load keeps one replica from getting all."""
+    shared = "zipf:requests=100,prefixes=1,prefix_tokens=640,suffix_tokens=32,output_tokens=8"
+    report = reported(
+        workload=f"{shared},rate=200",
+        replicas=2,
+        router=f"prefix-affinity:bound={bound}",
+        view="index",
+    )
+    told = "Replica 0 got 100 of 100 requests: prefix-affinity follows" in report.reading
+    assert told == (bound == "0")
 
 
 def test_the_headline_names_different_devices(reported):

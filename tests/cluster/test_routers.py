@@ -124,9 +124,18 @@ class TestFormulas:
         For 160 tokens a tenth is 16: a match of 128 is within it of 144, one of 112 is not.
         """
         counts = [{"hit": 144, "requests": 5}, {"hit": 128, "requests": 3}, {"hit": 112}]
-        assert choose("prefix-affinity", seen(*map(dict, counts))) == 1
-        assert choose("prefix-affinity:tolerance=0", seen(*map(dict, counts))) == 0
+        assert choose("prefix-affinity:bound=0", seen(*map(dict, counts))) == 1
+        assert choose("prefix-affinity:tolerance=0,bound=0", seen(*map(dict, counts))) == 0
         assert choose("prefix-affinity:tolerance=1", seen(*map(dict, counts))) == 2
+
+    def test_prefix_affinity_is_bounded_by_the_load(self):
+        """A replica with 1.5 times the mean in flight is left out, however much it hits.
+
+        With 9 in flight on three, and this one, that is ceil(1.5 * 10 / 3) = 5 requests.
+        """
+        counts = [{"hit": 144, "requests": 5}, {"hit": 64, "requests": 3}, {"requests": 1}]
+        assert choose("prefix-affinity", seen(*map(dict, counts))) == 1
+        assert choose("prefix-affinity:bound=0", seen(*map(dict, counts))) == 0
 
     def test_dynamo_cost_is_blocks_to_prefill_and_in_flight(self):
         """The cost is the blocks to prefill plus those in flight.
@@ -391,10 +400,11 @@ class TestRegressions:
     @pytest.mark.parametrize(
         ("router", "used"),
         [
-            ("prefix-affinity:tolerance=0", 1),
+            ("prefix-affinity:bound=0,tolerance=0", 1),
             ("llm-d", 1),
             ("prefix-affinity:tolerance=1", 8),
-            ("prefix-affinity:tolerance=0,bound=1.25", 7),
+            ("prefix-affinity:tolerance=0", 6),
+            ("prefix-affinity:bound=1.25", 7),
             ("dynamo", 8),
             ("sglang", 8),
             ("loadaware", 8),
@@ -406,7 +416,7 @@ class TestRegressions:
     def test_equal_prompts_go_to_one_replica_by_overlap_alone(self, router, used):
         """400 equal prompts in flight all go to one of eight replicas by overlap alone.
 
-        Other routers use seven or eight.
+        Other routers use six to eight.
         """
         served = Served(router, 8)
         for serial in range(400):
@@ -422,7 +432,11 @@ class TestRegressions:
         requests = _poisson(shared=1, own=19, gap=60_000)
         exact, near, around = (
             _p99_tpot(_serve(requests, router))
-            for router in ("prefix-affinity:tolerance=0", "prefix-affinity", "round-robin")
+            for router in (
+                "prefix-affinity:bound=0,tolerance=0",
+                "prefix-affinity",
+                "round-robin",
+            )
         )
         assert exact > 10 * around
         assert near == pytest.approx(around, rel=0.1)

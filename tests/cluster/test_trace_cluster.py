@@ -333,9 +333,9 @@ class TestServerReader:
     @pytest.mark.parametrize(
         ("replica", "reason"),
         [
-            (None, "is the trace of 3 replicas: say which one, --replica 0 to --replica 2"),
+            (None, "is the trace of 3 replicas: say which one, replica 0 to 2"),
             (3, "is the trace of 3 replicas"),
-            (1, "give --replica 1:1 for what was before"),
+            (1, "give replica 1:1 for what was before"),
             ("1:3", "lives 1 to 2, and no 3"),
             ("1:0", "lives 1 to 2, and no 0"),
             ("first", "is no replica: give its number"),
@@ -351,7 +351,7 @@ class TestServerReader:
     def test_the_only_replica_of_a_trace_is_named(self, tmp_path):
         """A trace of one replica that is read without naming it says which one there is."""
         one = record_cluster(tmp_path / "trace.jsonl", replicas=1, fail=())
-        with pytest.raises(InputError, match=r"the trace of 1 replica: give --replica 0$"):
+        with pytest.raises(InputError, match=r"the trace of 1 replica: give replica 0$"):
             list(ServerReader(one, None))
 
     def test_a_replica_that_was_never_up_has_no_life(self, tmp_path):

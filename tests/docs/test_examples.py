@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import kvcore
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
 
@@ -71,3 +73,32 @@ def test_simulate_prints_a_line_for_each_scheduler(capsys):
     lines = lines_of("simulate.py", capsys)
     assert [line.split()[0] for line in lines] == ["fcfs", "sjf", "slo"]
     assert all(line.endswith("% in time") for line in lines)
+
+
+def test_turns_of_an_engine_hit_the_answers_before_them(capsys):
+    """`examples/engine.py` prints what its page shows: a turn hits the answer before it."""
+    pytest.importorskip("torch", reason="the example computes on torch")
+    lines = lines_of("engine.py", capsys)
+    assert lines[2] == "ann: 5 of 5 blocks hit, 0 evicted"
+    page = EXAMPLES.parent / "docs/how-to/engine-on-kvcache.md"
+    assert "\n".join(lines) in page.read_text("utf-8")
+
+
+def test_hits_forks_and_evictions_of_an_engine_change_no_answer():
+    """`examples/engine.py` answers as attention over plain tensors does, without a cache."""
+    pytest.importorskip("torch", reason="the example computes on torch")
+    from kvcore.testing.dense import Text, generate, loaded  # noqa: PLC0415 - needs torch
+
+    example = runpy.run_path(str(EXAMPLES / "engine.py"))
+    model = example["Transformer"](seed=1)
+    cache = kvcore.KVCache(10, example["BLOCK"], ids=True)
+    engine, text, found = example["Engine"](model, cache), model.encode("a b c d e f"), []
+    for _ in range(3):
+        hit, (best, _) = engine.answer(text, length=9, samples=2)
+        dense = loaded(example["Transformer"](seed=1))
+        assert generate(dense, [Text(text)], output=9) == [best]
+        found.append(hit)
+        text = model.encode("other text") if hit else text + best
+    assert found == [0, 3, 0]
+    assert cache.evicted_blocks
+    cache.check_integrity()

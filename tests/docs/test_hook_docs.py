@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -89,6 +90,15 @@ def test_the_how_to_registers_a_policy_in_code():
     names = {}
     exec(example.replace("extra=[hooks]", "extra=[hooks], entry_points=()"), names)  # noqa: S102
     assert names["policy"].keep == 512
+
+
+def test_the_second_plugin_of_the_how_to_is_found():
+    """The how-to adds a scheduler to its package by one more hook."""
+    (example,) = re.findall(r"```python\n([^`]*def kvcore_schedulers.*?)```", HOW_TO, re.DOTALL)
+    module = ModuleType("second")
+    exec(example, vars(module))  # noqa: S102
+    built = Plugins(extra=[module], entry_points=()).build("scheduler", "patient")
+    assert built.name == "patient"
 
 
 def test_the_verb_of_the_how_to_runs():

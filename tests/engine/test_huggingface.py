@@ -1,6 +1,7 @@
 """The `huggingface` generator: its models and tokenizers, its tokens, and its errors."""
 
 import json
+import os
 from importlib.util import find_spec
 from io import StringIO
 
@@ -564,6 +565,18 @@ def test_equal_weights_have_one_identity(tmp_path):
     assert HuggingFace(model).identity() != held
     model.save_pretrained(tmp_path)
     assert HuggingFace(tmp_path).identity() != folder
+
+
+def test_files_of_equal_sizes_and_times_have_identities_of_their_own(tmp_path):
+    """Other weights in files of the same names, sizes and times have another identity."""
+    model, found = tiny("llama"), set()
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        for file in tmp_path.iterdir():
+            os.utime(file, (1, 1))
+        found.add(HuggingFace(tmp_path).identity())
+        model.get_input_embeddings().weight.data += 1
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(("family", "positions"), [("gpt2", 256), ("llama", None)])

@@ -227,6 +227,7 @@ def drive(  # noqa: C901 - one step of a server, from top to bottom
                 engine.close(each, now)
         if loses and engine.blocks_of and rng.random() < 0.2:
             engine.lose(rng.choice([*engine.blocks_of]), now)
+        engine.host.check_integrity()
     for job in preempted[: len(preempted) // 2]:
         engine.recorder.closed(job.request.id, now, output=job.output)
     engine.recorder.close()

@@ -92,6 +92,58 @@ def test_an_admission_calls_the_policy_as_a_cache_does():
     ]
 
 
+def test_time_never_decreases_for_the_policy():
+    """A call with a time before that of an earlier one counts as made at the earlier time."""
+
+    class Clocked(LRU):
+        name = "clocked"
+        times = ()
+
+        def on_release(self, span, now):
+            super().on_release(span, now)
+            self.times += (now,)
+
+        def victim(self, now):
+            self.times += (now,)
+            return super().victim(now)
+
+    host = make(Clocked())
+    store(host, "ab", now=3)
+    release(host, "ab", now=1)
+    assert host.victims(1, now=2) == ["b"]
+    assert host.victims(1, now=5) == ["a"]
+    assert host.eviction.times == (3, 3, 3, 5)
+
+
+def test_an_engine_that_stores_more_blocks_than_it_has_is_found():
+    """`check_integrity` raises AssertionError with both numbers; a full host passes it."""
+    host = make(blocks=8)
+    store(host, range(8))
+    host.check_integrity()
+    store(host, "a")
+    with pytest.raises(AssertionError, match=r"^9 blocks are stored, of 8$"):
+        host.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda spans: setattr(spans["a"], "ref_count", 0), "1 blocks below 'a' are pinned"),
+        (lambda spans: setattr(spans["y"], "released_order", 9), "'x' was released before"),
+        (lambda spans: setattr(spans["b"], "ref_count", 0), "3, not 2 are evictable"),
+    ],
+)
+def test_spoiled_pins_are_found(spoil, says):
+    """`check_integrity` finds pins and releases that are out of order."""
+    host = make()
+    store(host, "ab")
+    release(host, store(host, "xy"))
+    host.check_integrity()
+    spoil({block: host.span(block) for block in "abxy"})
+    with pytest.raises(AssertionError, match=says):
+        host.check_integrity()
+
+
 def test_a_path_is_released_from_its_deepest_block():
     """A block whose children are in use is released after them."""
     host = make()
@@ -413,6 +465,10 @@ def hinted():
             "block 'b' is not pinned",
         ),
         (lambda host: host.hit(["a", "b"], 0), "block 'b' is not cached"),
+        (
+            lambda host: [release(host, "a"), host.hit("a", 0)],
+            "block 'a' is not pinned: `pin` what a request hits before `hit`",
+        ),
         (lambda host: host.hinted("b", hinted(), 0), "block 'b' is not cached"),
         (lambda _host: make(blocks=0), "a host of 0 blocks: give a whole number above 0"),
         (lambda host: PolicyHost(host.eviction, 8, 16), "is in use already"),

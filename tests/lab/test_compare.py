@@ -14,10 +14,12 @@ from kvcore import InputError, PolicyError
 from kvcore.models.cost import PrefillCost
 from kvcore_lab import comparison
 from kvcore_lab.comparison import compare_policies, default_sizes
-from kvcore_plugins.eviction import LRU, Cost
-from kvcore_plugins.prefix import NoPrefix
+from kvcore_plugins.eviction import LFU, LRU, Cost
+from kvcore_plugins.prefix import Hashed, NoPrefix
+from kvcore_plugins.scheduler import FCFS
 from kvcore_plugins.workload import Jsonl, Mooncake, Zipf
 from kvcore_replay.belady import Belady
+from kvcore_tiers.tier.host import Host
 
 
 def small(**options):
@@ -102,16 +104,30 @@ def test_two_classes_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("policies", "message"),
     [
-        *[(each, r"LRU\(\) cannot be compared: give a name") for each in (LRU(), [LRU()])],
+        *[(each, "3 cannot be compared: give a name, a policy,") for each in (3, [3])],
+        ([FCFS()], "eviction=FCFS.* is no eviction plugin"),
         (lambda: 3, "eviction=3 is no eviction plugin"),
         (lambda: None, "eviction=None is no eviction plugin"),
         (Zipf, "eviction=Zipf is no eviction plugin"),
     ],
 )
 def test_what_builds_no_policy_is_refused(policies, message):
-    """A policy instance cannot serve several pools; functions and classes are of policies."""
+    """Instances, classes and what functions build are eviction policies."""
     with pytest.raises(InputError, match=message):
         compare_policies(small(), policies, [10])
+
+
+def test_each_row_has_copies_of_plugins_that_are_instances():
+    """An eviction policy, a prefix cache and a tier may be names or instances."""
+    policy, sizes = LFU(half_life=5.0), [5, 10]
+    plugins = {"prefix": Hashed(), "tier": Host(memory="2MiB")}
+    one = kvcore.compare(small(), ["lru", policy], sizes, **plugins)
+    named = {"prefix": "hashed", "tier": "host:memory=2MiB"}
+    other = kvcore.compare(small(), ["lru", "lfu:half_life=5"], sizes, **named)
+    assert [attrs.evolve(row, wall_s=0) for row in one.rows] == [
+        attrs.evolve(row, wall_s=0) for row in other.rows
+    ]
+    kvcore.KVCache(10, eviction=policy)  # as it was given, it serves none
 
 
 @pytest.mark.parametrize("workload", [Zipf, 17, None])

@@ -4,14 +4,16 @@ import re
 from contextlib import contextmanager
 from itertools import islice
 
+import attrs
 import pytest
 from helpers.commands import error_of, json_of, run_here
 
 import kvcore
-from kvcore import InputError
+from kvcore import CheckpointPolicy, InputError
 from kvcore_lab.comparison import compare_policies
 from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+from kvcore_plugins.checkpoint import Chunk
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.untimed import replay_groups
 from kvcore_tiers.grouped import GroupTiers
@@ -48,6 +50,19 @@ def test_groups_are_counted_alike_with_and_without_checkpoint_policies():
         line.split()[1:] for line in named[4:7]
     ]
     assert without[1] == named[1]
+
+
+def test_checkpoint_policies_may_be_names_classes_or_instances():
+    """Each row has a checkpoint policy of its own, however the policy is given."""
+    options = {"memory": "1GiB", "model": "gpt-oss-20b", "accounting": "tokens", "limit": 40}
+    one, other = (
+        kvcore.compare("mooncake", "lru", checkpoint=policies, **options).rows
+        for policies in ("chunk,default", [Chunk(), CheckpointPolicy])
+    )
+    assert [attrs.evolve(row, wall_s=0) for row in one] == [
+        attrs.evolve(row, wall_s=0) for row in other
+    ]
+    assert [row.checkpoint for row in other[:2]] == ["chunk", "default"]
 
 
 def test_two_policies_that_choose_are_refused_before_a_replay():

@@ -263,6 +263,29 @@ def test_among_equal_goodput_the_least_ttft_is_first(comparison):
     )
 
 
+def test_routers_within_one_percent_are_best_together(comparison):
+    """A percent of goodput and of TTFT is noise; with three replicas one is 2 % faster."""
+    goodput, ttft = iter([3, 2.98, 3, 3]), iter([0.0283, 0.0281, 3.06, 3])
+    rows = [
+        attrs.evolve(row, goodput=next(goodput), ttft_mean_s=next(ttft))
+        for row in comparison.rows
+    ]
+    reading = RoutersReport(attrs.evolve(comparison, rows=rows)).reading
+    assert reading.startswith(
+        "Best: least-requests and round-robin with 2 replicas; least-requests with 3 replicas "
+        "(by goodput, then by mean TTFT; within 1 % is alike)."
+    )
+
+
+def test_a_router_that_crowds_one_replica_is_named(comparison):
+    """Of three replicas one has 2.5 times the mean of all: ten times that of the others."""
+    uneven = {"round-robin": 2.4, "least-requests": 2.5}
+    rows = [attrs.evolve(row, imbalance_requests=uneven[row.router]) for row in comparison.rows]
+    reading = RoutersReport(attrs.evolve(comparison, rows=rows[2:])).reading
+    assert "Crowded: with least-requests one replica got" in reading
+    assert "Crowded" not in RoutersReport(comparison).reading
+
+
 def test_one_router_is_not_the_best(comparison):
     """A report on a single router names no best one."""
     rows = [row for row in comparison.rows if row.router == "round-robin"]

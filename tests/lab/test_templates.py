@@ -52,6 +52,17 @@ def test_what_is_written_installs_and_passes_its_kit(tmp_path, monkeypatch, caps
         )
 
 
+def test_an_editable_install_needs_no_package_beside_hatchling(tmp_path, monkeypatch):
+    """Offline, without isolation, `pip install -e` does without the package `editables`."""
+    build = pytest.importorskip("hatchling.build")
+    run_here("new", "eviction", "mine", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path / "kvcore-mine")
+    monkeypatch.setitem(sys.modules, "editables", None)
+    with ZipFile(tmp_path / build.build_editable(str(tmp_path))) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        assert wheel.read(path).decode().strip() == str(tmp_path / "kvcore-mine")
+
+
 @pytest.mark.parametrize("kind", KITS)
 def test_the_readme_has_commands_that_work(kind):
     """Each command of kvcore in the README of a new package runs."""

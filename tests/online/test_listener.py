@@ -15,6 +15,8 @@ pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]
 from kvcore_online.listener import Listener, _logger
 from kvcore_online.supervision import Messages
 
+aiohttp = pytest.importorskip("aiohttp")
+
 
 @pytest.mark.parametrize(
     ("status", "kind", "ends", "retry"),
@@ -98,6 +100,42 @@ def test_a_connection_that_comes_as_a_listener_stops_is_closed_at_once(turns, mo
             async with asyncio.timeout(5):
                 await listener.stop()
             assert await asyncio.to_thread(client.recv, 1) == b""
+
+    asyncio.run(scene())
+
+
+def test_new_requests_are_answered_until_those_in_flight_have_ended():
+    """A listener that stops refuses no connection while it waits for an answer."""
+    gate, begun = asyncio.Event(), asyncio.Event()
+
+    async def slow(_):
+        begun.set()
+        await gate.wait()
+        return listener.json({})
+
+    async def health(_):
+        return listener.json({}, 503)
+
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 30, "shutdown_timeout": 30}
+    routes = {"GET /slow": slow, "GET /health": health}
+    listener = Listener(routes, "a test", body=1, connections=9, **address)
+
+    async def scene():
+        await listener.start()
+        async with aiohttp.ClientSession(listener.url) as client:
+            asked = asyncio.create_task(client.get("/slow"))
+            await begun.wait()
+            stopping = asyncio.create_task(listener.stop())
+            for _ in range(3):
+                async with client.get("/health") as answer:
+                    assert answer.status == 503
+            assert not stopping.done()
+            gate.set()
+            async with asyncio.timeout(10):
+                assert (await asked).status == 200
+                await stopping
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await client.get("/health")
 
     asyncio.run(scene())
 

@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from io import BytesIO
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import attrs
 import orjson
@@ -91,7 +92,21 @@ async def test_a_response_is_passed_on_with_the_name_of_its_server(
     assert headers["content-type"].startswith("application/json")
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert sample(proxy, "cached_tokens_total") == 32
+    assert sample(proxy, "counted_tokens_total") == json.loads(text)["usage"]["prompt_tokens"]
     assert sample(proxy, "requests_total", status="200") == 1
+
+
+@played(router=Hits())
+async def test_a_server_that_gets_nearly_all_requests_is_told(
+    proxy, servers, client, monkeypatch, capsys
+):
+    """A router that follows a shared prefix to one server says so once, not at each request."""
+    monkeypatch.setattr("kvcore_online.fleet.WATCHED", 5)
+    for _ in range(30):
+        await ask(client, text="x" * 640)
+    told = [line for line in capsys.readouterr().err.splitlines() if " got " in line]
+    assert len(told) == 1
+    assert "got 10 of the last 10 requests while 2 servers are up: hits follows" in told[0]
 
 
 @played(count=1)
@@ -122,6 +137,7 @@ def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
         asked = servers[0].calls[0].get("stream_options")
         assert asked == ({"include_usage": True} if traced else None)
         assert sample(proxy, "cached_tokens_total") == (32 if traced else 0)
+        assert (sample(proxy, "counted_tokens_total") > 0) == traced
         _, _, text = await ask(client, stream=True, stream_options={"include_usage": True})
         assert events(text)[-1]["usage"]["completion_tokens"] == 3
 
@@ -189,6 +205,20 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(proxy, servers,
     assert error["error"]["code"] == 503
     assert "[DONE]" not in text
     assert not servers[1].calls
+
+
+@played()
+async def test_what_comes_just_before_a_server_dies_is_passed_on(proxy, servers, client):
+    """Bytes that came before the connection was lost are read before its error is raised."""
+    protocol = aiohttp.base_protocol.BaseProtocol(asyncio.get_running_loop())
+    content = aiohttp.StreamReader(protocol, 1 << 16)
+    content.feed_data(b"data: 1\n\n")
+    content.feed_data(b"data: 2\n\n")
+    content.set_exception(aiohttp.ClientPayloadError("cut"))
+    response = SimpleNamespace(content=content)
+    assert await proxy._part(response) == b"data: 1\n\ndata: 2\n\n"
+    with pytest.raises(aiohttp.ClientPayloadError, match="cut"):
+        await proxy._part(response)
 
 
 @played()

@@ -318,7 +318,7 @@ async def test_an_error_within_an_answer_cuts_it(proxy, servers, client, monkeyp
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(proxy, "_count_cached", fail)
+    monkeypatch.setattr(proxy, "_count_usage", fail)
     answer = await raw(proxy, http_request(json.dumps(prompt(stream=True)).encode()))
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.count(b"HTTP/1.1 ") == 1

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import product
 
 import pytest
@@ -565,7 +566,10 @@ def test_sigterm_finishes_the_requests_and_the_trace(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_open_requests(tmp_path):
-    """A second SIGTERM closes the connections of clients, and the trace is still complete."""
+    """A second SIGTERM closes the connections of clients, and the trace is still complete.
+
+    Until then `/health` says 503, whatever is still open.
+    """
     trace = tmp_path / "day.jsonl"
     server = ServerProcess("--trace", str(trace), "--grace", "600").wait()
     try:
@@ -574,8 +578,10 @@ def test_a_second_signal_does_not_wait_for_open_requests(tmp_path):
         )
         next(iter(stream))
         server.process.send_signal(signal.SIGTERM)
-        asyncio.run(until(lambda: refuses(server.port)))
+        asyncio.run(until(lambda: health(server) == 503))
         code, printed = server.stop()
+        assert "1 request in flight cut off" in printed
+        assert printed.splitlines()[-1].endswith("kvcore: ended")
         with pytest.raises(openai.APIConnectionError):
             list(stream)
     finally:
@@ -586,10 +592,12 @@ def test_a_second_signal_does_not_wait_for_open_requests(tmp_path):
     assert (report.complete, report.requests) == (True, 1)
 
 
-def refuses(port):
-    """Return whether nothing listens at a port."""
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) != 0
+def health(server):
+    """Return the status of `/health` of a server."""
+    host = server.url.removeprefix("http://")
+    with closing(http.client.HTTPConnection(host, timeout=5)) as connection:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
 
 
 @pytest.mark.slow

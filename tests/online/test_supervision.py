@@ -211,6 +211,23 @@ def test_a_further_signal_ends_what_a_server_waits_for(again):
     assert aborted == [True] * again
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_hangup_rotates_unless_the_terminal_was_closed(monkeypatch, closed):
+    """SIGHUP to a daemon, or sent by hand, rotates; that of a closed terminal ends."""
+
+    async def main():
+        rotated = asyncio.Event()
+        monkeypatch.setattr("os.isatty", lambda _: True)
+        with signalled(rotated.set) as ending:
+            monkeypatch.setattr("os.isatty", lambda _: not closed)
+            os.kill(os.getpid(), signal.SIGHUP)
+            async with asyncio.timeout(10):
+                await (ending if closed else rotated).wait()
+            return ending.is_set(), rotated.is_set()
+
+    assert asyncio.run(main()) == (closed, not closed)
+
+
 def test_signals_set_an_event_and_are_given_back():
     """Ctrl-C, SIGTERM and SIGHUP set the event; afterwards the handlers before hold again."""
 

@@ -1,5 +1,6 @@
 """The trace of the proxy: which requests it has, in which order, and what waits for others."""
 
+from datetime import UTC, datetime, timedelta
 from re import findall
 
 import pytest
@@ -102,6 +103,48 @@ def test_at_most_a_million_keys_wait_for_an_open_request(tmp_path, monkeypatch):
         waiting.append(list(log._flights))
     assert waiting == [[0, 1, 2], []]
     log.close(1_000)
+
+
+def test_a_log_never_replaces_an_earlier_trace(tmp_path):
+    """Files of whole and of killed runs stay as they are: the log goes to the next piece."""
+    path = tmp_path / "day.jsonl"
+    for name in ("day.jsonl", "day-000001.jsonl.part", "day-000002.jsonl"):
+        (tmp_path / name).write_text(name)
+    log = make_log(path)
+    flight = flown(1)
+    log.begin(flight)
+    log.end(flight)
+    log.close(50)
+    found = {file.name: file.read_text() for file in tmp_path.glob("day*")}
+    assert lines(tmp_path / "day-000003.jsonl") == [("REQUEST", 1), ("ROUTE", 1)]
+    del found["day-000003.jsonl"]
+    assert found == {name: name for name in found}
+    assert len(found) == 3
+
+
+def test_rotation_loses_no_request(tmp_path):
+    """The next file begins with what has not ended; its times and its date are its own."""
+    log = make_log(tmp_path / "day.jsonl")
+    flights = [flown(number) for number in range(4)]
+    for flight in flights:
+        log.begin(flight)
+    log.end(flights[0])
+    log.end(flights[2])
+    log.rotate(35)
+    log.rotate(35)  # has nothing to close
+    for flight in flights:
+        log.end(flight)
+    log.rotate(60)
+    log.close(70)
+    second, first = sorted(tmp_path.glob("day*.jsonl"))
+    assert second.name == "day-000001.jsonl"
+    assert lines(first) == [("REQUEST", 0), ("ROUTE", 0)]
+    assert [line.id for line in read_events(second) if line.event == "REQUEST"] == [1, 2, 3]
+    assert [line.t for line in read_events(second)][1:-1] == [0, 1, 10, 11, 20, 21]
+    began = [next(iter(read_events(file))).routing["began"] for file in (first, second)]
+    ages = [datetime.now(UTC) - datetime.fromisoformat(date) for date in began]
+    assert timedelta(minutes=1) > ages[0] >= timedelta(0)
+    assert ages[0] >= ages[1]
 
 
 def test_a_request_has_its_routes_and_counted_lengths(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from kvcore.errors import InputError
 from kvcore.workloads import recognise
 from kvcore_plugins.workload import Azure, Lengths
+from kvcore_plugins.workload.usage import UNKNOWN_PROMPTS
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 ROW = "2023-11-16 18:15:46.6805900,374,44"
@@ -57,7 +58,8 @@ def test_rows_are_sorted_by_time(tmp_path):
     first, second = workload
     assert (first.id, first.prompt_tokens, first.output_tokens) == (1, 20, 9)
     assert (first.arrival, second.arrival) == (0, 750_000_000)
-    assert workload.notes == ["rows that stood after later ones, sorted by 'TIMESTAMP': 1"]
+    late = "rows that stood after later ones, sorted by 'TIMESTAMP': 1"
+    assert workload.notes == [late, UNKNOWN_PROMPTS]
 
 
 @pytest.mark.parametrize(

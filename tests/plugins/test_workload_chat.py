@@ -472,8 +472,9 @@ def test_a_model_beside_the_request_keeps_prompts_apart(read):
 @pytest.mark.parametrize(
     ("row", "options", "tenant"),
     [
-        ({"tenant": "harbour"}, {}, "harbour"),
-        ({"tenant": 7}, {}, "7"),
+        ({"tenant": "harbour"}, {}, "1"),
+        ({"tenant": "harbour"}, {"tenant": "tenant"}, "harbour"),
+        ({"tenant": 7}, {"tenant": "tenant"}, "7"),
         ({"user": "ann"}, {}, None),
         ({"user": "ann", "tenant": "harbour"}, {"tenant": "user"}, "ann"),
         ({"meta": {"org": "harbour"}}, {"tenant": "meta.org"}, "harbour"),
@@ -486,7 +487,7 @@ def test_a_model_beside_the_request_keeps_prompts_apart(read):
 def test_the_tenant_of_a_row_is_read(read, row, options, tenant, inside):
     """The tenant is the field `tenant` of a row or its request, or the one that is named.
 
-    A user is none unless that is asked for.
+    A user is none unless that is asked for, and a name that is not asked for is a number.
     """
     rows = {"request": {"messages": CHAT} | row} if inside else {"messages": CHAT} | row
     assert {request.tenant for request in read(rows, **options)} == {tenant}

@@ -9,6 +9,7 @@ from kvcore.plugins.manager import Plugins
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import recognise
 from kvcore_plugins.workload import Azure, Chat, Lengths
+from kvcore_plugins.workload.usage import UNKNOWN_PROMPTS
 
 SERVEGEN = "request_id,timestamp,input_tokens,output_tokens"
 
@@ -54,14 +55,15 @@ def test_benchmark_results_of_vllm_are_read(tmp_path):
     first, second = workload
     assert (first.arrival, first.prompt_tokens, first.output_tokens) == (0, 20, 4)
     assert (second.arrival, second.prompt_tokens) == (250_000_000, 10)
-    assert list(workload.notes) == []
+    assert list(workload.notes) == [UNKNOWN_PROMPTS]
 
 
 def test_failed_requests_of_a_benchmark_are_left_out(tmp_path):
     """Failed requests of a benchmark are omitted and counted in a note."""
-    workload = Lengths(result(tmp_path / "r.json", errors=["", "refused"]))
+    failed = result(tmp_path / "r.json", errors=["", "refused"], output_lens=[3, 0])
+    workload = Lengths(failed)
     assert [request.prompt_tokens for request in workload] == [10]
-    assert workload.notes == ["failed requests left out: 1"]
+    assert workload.notes == ["failed requests left out: 1", UNKNOWN_PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -119,10 +121,10 @@ def test_columns_can_be_named(tmp_path):
 
 
 def test_sessions_and_tenants_are_found(tmp_path):
-    """Usual columns of sessions and users are read, without a closed loop."""
+    """Usual columns of sessions and users are read, with numbers for names, and no loop."""
     path = write(tmp_path / "t.csv", f"{SERVEGEN},Session ID,user", "0,0,1,1,s,u")
     (request,) = Lengths(path)
-    assert (request.session, request.tenant, request.after) == ("s", "u", None)
+    assert (request.session, request.tenant, request.after) == ("1", "1", None)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,8 @@ def test_a_date_and_a_time_of_day_are_one_time(tmp_path, header, options, date):
     half = 500_000_000
     assert [request.arrival for request in workload] == [0, half, 28 * half * 3600 + half]
     name = header.replace("date", "").strip(",")
-    assert list(workload.notes) == [f"times are 'date' and {name!r} together"]
+    told = [f"times are 'date' and {name!r} together", UNKNOWN_PROMPTS]
+    assert list(workload.notes)[1:] == told
 
 
 def test_a_time_of_day_without_its_date_is_refused(tmp_path):
@@ -172,9 +175,10 @@ def test_dates_alone_and_columns_that_are_not_read_are_noted(tmp_path):
     rows = ("2024-05-10,10:00 PM,1,1", "2024-05-10,11:00 PM,1,1")
     workload = Lengths(write(tmp_path / "t.csv", "date,time,isl,osl", *rows))
     assert [request.arrival for request in workload] == [0, 0]
-    assert list(workload.notes) == [
+    assert list(workload.notes)[1:] == [
         "dates without a time of day in 'date': all requests of a day arrive at its midnight",
         "'time' is not read, since it has others than times: '11:00 PM'",
+        UNKNOWN_PROMPTS,
     ]
 
 

@@ -169,7 +169,7 @@ def test_traces_of_bailian_are_read(tmp_path):
     ]
     assert [request.keys for request in requests] == [chain_keys(ids) for ids in IDS]
     assert [request.key_tokens for request in requests] == [16] * 4
-    assert [request.session for request in requests] == ["5", "6", "5", "5"]
+    assert [request.session for request in requests] == ["1", "2", "1", "1"]
     assert [request.after for request in requests] == [None, None, 0, 2]
     assert [request.think_time for request in requests[2:]] == [29_750 * 10**6, 20 * 10**9]
     assert any("chained" in note for note in workload.notes)
@@ -237,7 +237,7 @@ def test_sessions_of_aiperf_are_closed_loops(tmp_path):
     workload = recognise(write(tmp_path / "t.jsonl", *rows), [Mooncake, Lengths, Chat])
     requests = {request.id: request for request in checked(workload)}
     assert [(requests[n].session, requests[n].after) for n in range(4)] == [
-        ("a", None), ("b", None), ("a", 0), ("b", 1),
+        ("1", None), ("2", None), ("1", 0), ("2", 1),
     ]  # fmt: skip
     assert [requests[n].think_time for n in range(4)] == [0, 0, 1_500 * 10**6, 20 * 10**6]
     assert [requests[n].arrival // 10**6 for n in range(4)] == [0, 100, 1_500, 120]
@@ -299,7 +299,7 @@ def test_a_late_row_of_bailian_without_a_parent_begins_a_chat(tmp_path):
     """A row that has no `parent_chat_id`, as those before it have, is the first of its chat."""
     rows = [ROW | {"chat_id": n, "parent_chat_id": -1} for n in range(120)]
     *_, last = Mooncake(write(tmp_path / "t.jsonl", *rows, ROW | {"chat_id": 900}))
-    assert (last.id, last.session, last.after) == (120, "900", None)
+    assert (last.id, last.session, last.after) == (120, "121", None)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_null_fields_of_dynamo_are_as_missing_ones(tmp_path):
     event = dynamo(EPOCH, EPOCH + 500, [], replay=null, input_tokens=9, output_tokens=None)
     event["agent_context"]["trajectory_id"] = None
     (request,) = Mooncake(write(tmp_path / "t.jsonl", event))
-    assert (request.session, request.prompt_tokens, request.output_tokens) == ("run", 9, 0)
+    assert (request.session, request.prompt_tokens, request.output_tokens) == ("1", 9, 0)
 
 
 @pytest.mark.parametrize(

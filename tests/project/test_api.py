@@ -329,6 +329,14 @@ def test_find_capacity_proposes_gpus_that_can_share_the_model():
     assert found["tensor_parallel"] == 5
 
 
+def test_each_simulation_of_find_capacity_has_a_copy_of_an_instance():
+    """A scheduler may be an instance, though the capacity is found by several simulations."""
+    crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=500"
+    found = find_capacity(crowd, scheduler=SRPT())
+    assert found
+    assert found == find_capacity(crowd, scheduler="srpt")
+
+
 def test_find_capacity_refuses_a_drafter():
     """`find_capacity` refuses a drafter, because runs with drafts go step by step."""
     with pytest.raises(InputError, match="leave it out"):

@@ -99,7 +99,7 @@ def test_a_run_without_a_clock_has_no_device(tmp_path):
 def test_a_header_without_a_model_is_refused(tmp_path, changed):
     """A deployment, or memory, is refused if the header does not name the model."""
     path = timed(tmp_path / "trace.jsonl", [ask("a")])
-    with pytest.raises(InputError, match=r"says nothing of the model.*--blocks N"):
+    with pytest.raises(InputError, match=r"says nothing of the model.*: give blocks"):
         whatif(path, plugins=PLUGINS, **changed)
 
 

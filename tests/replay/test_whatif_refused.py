@@ -83,6 +83,14 @@ class TestRefused:
         """Traces of calls made by hand are refused."""
         self.refused(make(tmp_path / "trace.jsonl"), InputError, reason)
 
+    def test_a_model_of_an_older_version_is_refused(self, tmp_path):
+        """A model whose fields are not those of this version is refused, with the file."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")])
+        events = lines(path)
+        events[0]["plugins"]["latency"]["options"]["model"] = {"name": "tiny", "layers": 2}
+        message = r"trace\.jsonl: its model has other fields .*kvcore simulate FILE"
+        self.refused(seal(path, events), InputError, message)
+
     def test_a_request_that_was_never_admitted_is_refused(self, tmp_path):
         """An untimed trace with a request that was never admitted is refused."""
         path = tmp_path / "trace.jsonl"
@@ -144,7 +152,7 @@ class TestRefused:
         path = timed(tmp_path / "trace.jsonl", [ask("a")], latency=latency)
         assert whatif(path, latency=text).changes == []
         table.write_text("a secret\n")
-        message = r"no file is opened because a trace names it.*: --latency table:path=FILE$"
+        message = r"no file is opened because a trace names it.*: latency table:path=FILE$"
         self.refused(path, InputError, message)
 
     @pytest.mark.parametrize("option", ["load", "save"])

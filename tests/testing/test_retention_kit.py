@@ -129,7 +129,7 @@ Blind = faulty(
 WRONG = [
     (Blind, "keeps_the_newest_token", (64, 1), "block 0 of the newest token was dropped"),
     (Requester, "lengths_alone_decide_how_many_tokens_stay", (64,), "lengths"),
-    (Nothing, "forgets", (), "0 tokens of 65: give 1 or more, or None for all"),
+    (Nothing, "forgets", (), "0 of 65 tokens: give 1 or more, or None for all"),
     (Growing, "holds_its_budget", (5,), "11 blocks are held, 10 are the most"),
     (Rough, "scores_are_finite_numbers", ("fp32", 1.0), "float16, too coarse to order tokens"),
     (Infinite, "scores_are_finite_numbers", ("fp32", 0.0), "a score is infinite or NaN"),

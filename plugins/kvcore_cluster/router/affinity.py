@@ -17,22 +17,23 @@ class PrefixAffinity(Router):
     """Send a request to the least loaded replica with about the longest match. O(replicas).
 
     A match is about the longest if it is at most `tolerance` of the prompt shorter than the
-    longest. With a tolerance of 0 a prefix that many requests share stays on one replica,
-    however loaded it is, unless there is a `bound`: a replica with that many times the mean
-    number of requests in flight is left out.
+    longest. A replica with `bound` times the mean number of requests in flight is left out:
+    without a bound a prefix that many requests share, such as a system prompt, stays on one
+    replica, however loaded that is; with it the prefix spreads to as many as the load needs.
 
     Options:
         tolerance: share of the prompt, from 0 to 1.
         bound: most requests in flight as a multiple of the mean, 1 or more; 0: no bound.
         seed: number from which draws among equals are derived.
 
-    Source: ELDR, with a tolerance of 0.1 as surveys report it.
+    Source: ELDR, with a tolerance of 0.1 as surveys report it; the bound is that of Mirrokni,
+    Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2018.
     """
 
     name: ClassVar[str] = "prefix-affinity"
 
     tolerance: float = 0.1
-    bound: float = 0.0
+    bound: float = 1.5
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:

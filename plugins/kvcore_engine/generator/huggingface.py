@@ -38,6 +38,9 @@ else:
 _MOST_LAYERS = 1_024
 """Largest number of layers: each takes transformers 17 ms, whatever weights there are."""
 
+_PIECE, _PIECES = 4_096, 64
+"""Bytes of a piece of a file, and pieces that tell it from others of its size."""
+
 _ORIGIN = {"architectures", "_name_or_path", "transformers_version"}
 
 
@@ -183,7 +186,7 @@ class HuggingFace(SamplingGenerator):
         return source
 
     def identity(self) -> str:
-        """Return the files of the model with sizes and times, or a digest of its weights."""
+        """Return the files of the model with a digest of each, or a digest of its weights."""
         spec = f"{type(self).__qualname__} {self.spec!r}"
         if self.text_length is not None and self.text_length.extended:
             spec += " of long factors"
@@ -191,8 +194,7 @@ class HuggingFace(SamplingGenerator):
             path, is_folder = _place(self.model)
             if is_folder:
                 files = sorted(file for file in Path(path).iterdir() if file.is_file())
-                stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-                return f"{spec} {stats!r}"
+                return f"{spec} {[_fingerprint(file) for file in files]!r}"
             commit = getattr(self.network.config, "_commit_hash", None)
             if commit is not None:
                 return f"{spec} {self.model} {commit}"
@@ -292,6 +294,20 @@ class HuggingFace(SamplingGenerator):
             return super().decode(tokens)
         with _refusing("the tokenizer of the model fails"):
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _fingerprint(file: Path) -> tuple[str, int, int, str]:
+    """Return name, size and time of a file, and a digest of pieces from its head to its end.
+
+    A file of up to 256 KiB is read whole. The time alone would not do: all files of a
+    container's image may have the same one.
+    """
+    stat, digest = file.stat(), blake2b(digest_size=16)
+    with file.open("rb") as opened:
+        for start in range(0, stat.st_size, max(_PIECE, -(-stat.st_size // _PIECES))):
+            opened.seek(start)
+            digest.update(opened.read(_PIECE))
+    return file.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
 from kvcore_cli.options import Command, shared
 from kvcore_cli.output import emit_json, input_option, json_option, print_sections, progress
 from kvcore_cli.verb import Count, option, plugin_completion, verb
-from kvcore_lab.quality import DEFAULTS, measure
+from kvcore_lab.quality import DEFAULTS, FULL, FULL_CODEC, measure
 from kvcore_lab.report.quality import QualityReport
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 
@@ -35,23 +35,22 @@ def _number(flag: str, least: int = 1, **settings: Any) -> Callable[[Command], C
 @shared("dtype")
 @click.option(
     "--retention",
-    default=RETENTION,
-    help="Retention policies, such as h2o,window:sinks=4; `full` is always measured.",
+    help="Retention policies, such as h2o,window:sinks=4; `full` is always measured.  "
+    f"[default: {RETENTION}; with --codec and no --budget {FULL}]",
     **plugin_completion("retention", "LIST"),
 )
 @click.option(
     "--codec",
-    default=CODEC,
     help="Codecs, such as fp16,kivi:bits=2; the first one keeps the full K/V that budgets are "
-    "shares of.",
+    f"shares of.  [default: {CODEC}; with --retention {FULL_CODEC}]",
     **plugin_completion("codec", "LIST"),
 )
 @option(
     "--budget",
     heading=POLICIES,
     metavar="LIST",
-    default=BUDGET,
-    help="Bytes that a policy may keep, as shares of the bytes of all tokens.",
+    help="Bytes that a policy may keep, as shares of the bytes of all tokens.  "
+    f"[default: {BUDGET}]",
 )
 @input_option(
     "--text",
@@ -88,15 +87,20 @@ def quality(**given: Any) -> None:
     policy and codec leave at each budget of bytes. Three differences are measured: those of
     attention's output, of the distribution of the next token, and of the share of needles
     that are found in a haystack.
+
+    Policies alone are measured in one codec, and codecs alone without policies.
     """
-    text = given["text"]
+    text, policies, codecs = given["text"], given["retention"], given["codec"]
+    alone = codecs and not given["budget"]
+    given["retention"] = policies or (FULL if alone else RETENTION)
+    given["codec"] = codecs or (FULL_CODEC if policies else CODEC)
     with plot_file(given["picture"], [] if text is None else [text]) as write:
         report = QualityReport(
             measure(
                 str(given["generator"]),
                 backend=str(given["backend"]),
                 text=None if text is None else _read(text),
-                budgets=_budgets(given["budget"]),
+                budgets=_budgets(given["budget"] or BUDGET),
                 announced=given["announce"],
                 progress=progress,
                 **{name: given[name] for name in AS_GIVEN},

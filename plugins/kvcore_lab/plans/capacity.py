@@ -60,8 +60,8 @@ def find_capacity(
     are read once, and stay in memory during the search.
 
     Args:
-        parts: the parts of the run; plugins must be given by name, since each simulation
-            builds its own.
+        parts: the parts of the run; plugins are given by name, or as functions, since each
+            simulation builds its own.
         result: the result of the run.
         tick: called with 1 after each simulation.
     """
@@ -92,8 +92,8 @@ def find_replicas(
     `MOST_RATES` numbers are tried.
 
     Args:
-        parts: the parts of the run; plugins must be given by name, since each simulation
-            builds its own.
+        parts: the parts of the run; plugins are given by name, or as functions, since each
+            simulation builds its own.
         result: the result of the run.
         tick: called with 1 after each simulation.
     """

@@ -305,7 +305,8 @@ def plan(
         progress: shows the number of simulations that are done; None: shows nothing.
         gpu_price: dollars an hour by device, in place of those of a table.
         options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
-            `eviction`; plugins by name. `blocks` or `memory` is the largest pool of a replica.
+            `eviction`; each simulation has copies of plugins that are instances. `blocks` or
+            `memory` is the largest pool of a replica.
 
     Raises:
         InputError: as `simulate`, or nothing to plan for.

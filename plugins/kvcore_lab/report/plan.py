@@ -75,12 +75,16 @@ class PlanReport:
     @property
     def headline(self) -> str:
         """Sentences about the workload, the SLO and the best fleet."""
+        return f"{_asked(self.plan, self.plan['setup']['device'])}\n{self.answer}"
+
+    @property
+    def answer(self) -> str:
+        """Sentences about the best fleet."""
         plan = self.plan
-        request = _asked(plan, plan["setup"]["device"])
         if not plan["plans"]:
-            return f"{request}\nNo fleet of up to {counted(plan['max_gpus'], 'GPU')} does."
+            return f"No fleet of up to {counted(plan['max_gpus'], 'GPU')} does."
         best = plan["plans"][0]
-        return f"{request}\nTake {self.fleet(best)}: {_met(best)}.{_more(best)}"
+        return f"Take {self.fleet(best)}{_day(best)}: {_met(best)}.{_more(best)}"
 
     @property
     def table(self) -> Table:
@@ -135,7 +139,7 @@ class PlanReport:
 
     def chart(self) -> Chart:
         """Return a chart of the GPUs, the memory and the requests in time of each fleet."""
-        plan, setup = self.plan, self.plan["setup"]
+        plan = self.plan
         fleets = {self.fleet(fleet): fleet for fleet in plan["plans"]}
 
         def bars(value: Callable[[Any], float]) -> dict[str, list[tuple[float, float]]]:
@@ -152,11 +156,7 @@ class PlanReport:
             Panel("host RAM in all, GiB", hosts, format_number),
             Panel("within the SLO", within, as_percent, target),
         ]
-        title = self.headline.splitlines()[-1]
-        if fleets:
-            requests = counted(plan["requests"], "request")
-            title = f"Fleets for {setup['workload']}, {requests}, {setup['slo']}"
-        return Chart(title, self.closing, "", panels)
+        return Chart(_fleets(plan) if fleets else self.answer, self.closing, "", panels)
 
     def fleet(self, fleet: Mapping[str, Any]) -> str:
         """Return a fleet in words."""
@@ -196,15 +196,18 @@ class DevicePlansReport:
     @property
     def headline(self) -> str:
         """Sentences about the workload, the SLO, and the cheapest fleet."""
-        first = self.plans["plans"][0]
-        request = _asked(first, " or ".join(self._devices))
+        asked = _asked(self.plans["plans"][0], " or ".join(self._devices))
+        return f"{asked}\n{self.answer}"
+
+    @property
+    def answer(self) -> str:
+        """Sentences about the cheapest fleet."""
         if not self.plans["fleets"]:
-            return f"{request}\nNo fleet of up to {counted(first['max_gpus'], 'GPU')} does."
+            most = counted(self.plans["plans"][0]["max_gpus"], "GPU")
+            return f"No fleet of up to {most} does."
         best = self.plans["fleets"][0]
-        cost = best["usd_per_day"]
-        day = "" if cost is None else f", ${format_dollars(cost)} a day"
-        take = f"Take {fleet_text(best, best['device'])}{day}: {_met(best)}."
-        return f"{request}\n{take}{_more(best)}"
+        fleet = fleet_text(best, best["device"])
+        return f"Take {fleet}{_day(best)}: {_met(best)}.{_more(best)}"
 
     @property
     def table(self) -> Table:
@@ -254,7 +257,7 @@ class DevicePlansReport:
             Panel("TTFT, p99", bars("ttft_p99_s"), format_seconds),
             Panel("generated tokens/s", bars("throughput_tokens_s"), format_number),
         ]
-        return Chart(self.headline.splitlines()[1], self.reading, "", panels)
+        return Chart(_fleets(self.plans["plans"][0]), self.reading, "", panels)
 
 
 COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
@@ -382,6 +385,12 @@ def fleet_text(fleet: Mapping[str, Any], device: str) -> str:
     )
 
 
+def _day(fleet: Mapping[str, Any]) -> str:
+    """Return what a fleet costs a day; "" if that is not known."""
+    usd = fleet.get("usd_per_day")
+    return "" if usd is None else f", ${format_dollars(usd)} a day"
+
+
 def _more(fleet: Mapping[str, Any]) -> str:
     """Return a sentence on what all the K/V memory of the GPUs gives; "" if it is no more."""
     whole = fleet["full_pool"]
@@ -397,6 +406,12 @@ def _more(fleet: Mapping[str, Any]) -> str:
         f"{', '.join(times)} and {share(whole['hit_ratio'])} hit. The command below serves "
         "with all of it."
     )
+
+
+def _fleets(plan: Mapping[str, Any]) -> str:
+    """Return the title of a chart of fleets: what they serve."""
+    setup, requests = plan["setup"], counted(plan["requests"], "request")
+    return f"Fleets for {setup['workload']}, {requests}, {setup['slo']}"
 
 
 def _asked(plan: Mapping[str, Any], devices: str) -> str:

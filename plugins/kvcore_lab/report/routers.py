@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import groupby
 from math import inf
 from typing import Any
 
@@ -13,8 +12,13 @@ import attrs
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
 from kvcore_cli.report.tables import NONE, cell, counted, setup, share
+from kvcore_cluster.dispatcher import is_crowded
+from kvcore_cluster.report import FEW_REQUESTS
 from kvcore_lab.report.policies import enumerated
 from kvcore_lab.router_comparison import RouterComparison, RouterRow, SharedCache
+
+NOISE = 0.01
+"""Share of a figure by which another hour of the same traffic would change it."""
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
 
@@ -63,12 +67,15 @@ class RoutersReport:
         return Table([*replicas, "router", *numbers], cells, [*replicas, *numbers])
 
     def _ranked(self, shared: SharedCache) -> list[RouterRow]:
-        """Return the rows of a cluster: the most goodput as shown, then the least TTFT."""
+        """Return the rows of a cluster: the most goodput, and of near equals the least TTFT."""
         rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
         rows.sort(key=lambda row: -(row.goodput or 0))
-        # Figures that are equal as shown differ by less than the next hour of traffic would.
-        ties = groupby(rows, lambda row: format_number(row.goodput or 0))
-        return [row for _, tied in ties for row in sorted(tied, key=_mean_ttft)]
+        ranked: list[RouterRow] = []
+        while rows:
+            tied = _alike(rows)
+            ranked += sorted(tied, key=_mean_ttft)
+            rows = rows[len(tied) :]
+        return ranked
 
     def _best(self) -> str:
         """Return the sentence about the best router of each cluster."""
@@ -76,13 +83,15 @@ class RoutersReport:
             return ""
         best: dict[str, list[str]] = {}
         for shared in self.comparison.shared:
-            router = self._ranked(shared)[0].router
-            best.setdefault(router, []).append(str(shared.replicas))
+            tied = _alike(self._ranked(shared))
+            most = _mean_ttft(tied[0]) * (1 + NOISE)
+            routers = enumerated([row.router for row in tied if _mean_ttft(row) <= most])
+            best.setdefault(routers, []).append(str(shared.replicas))
         names = [
             f"{router} with {enumerated(fleets)} replicas" if self._several else router
             for router, fleets in best.items()
         ]
-        return f"Best: {'; '.join(names)} (by goodput, then by mean TTFT)."
+        return f"Best: {'; '.join(names)} (by goodput, then by mean TTFT; within 1 % is alike)."
 
     @property
     def reading(self) -> str:
@@ -105,7 +114,21 @@ class RoutersReport:
                 f"Saturated: {counted(saturated, 'run')}, marked *, whose queue grows for as "
                 "long as requests arrive; their times tell how long the workload is."
             )
+        crowded = {row.router for row in self.comparison.rows if self._is_crowded(row)}
+        if crowded:
+            lines.append(
+                f"Crowded: with {enumerated(sorted(crowded))} one replica got at least ten "
+                "times as many requests as the others in the mean."
+            )
         return "\n".join(lines)
+
+    def _is_crowded(self, row: RouterRow) -> bool:
+        """Return True if one replica got nearly all requests of a workload that has many."""
+        replicas = row.replicas
+        if isinstance(replicas, str):
+            replicas = sum(group["count"] for group in self.comparison.config["replicas"])
+        many = self.comparison.workload.requests >= FEW_REQUESTS * replicas
+        return many and is_crowded(row.imbalance_requests, replicas)
 
     def _costs(self) -> Iterator[str]:
         """Yield a sentence about the cost of each cluster."""
@@ -187,6 +210,12 @@ class RoutersReport:
     @cached_property
     def _several(self) -> bool:
         return len(self.comparison.shared) > 1
+
+
+def _alike(rows: list[RouterRow]) -> list[RouterRow]:
+    """Return the rows with the most goodput, or so little less that it is noise."""
+    least = max(row.goodput or 0 for row in rows) * (1 - NOISE)
+    return [row for row in rows if (row.goodput or 0) >= least]
 
 
 def _mean_ttft(row: RouterRow) -> float:

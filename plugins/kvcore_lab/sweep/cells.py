@@ -7,8 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from traceback import extract_tb
@@ -35,6 +34,7 @@ from kvcore.workloads import Workload, notes_of
 from kvcore.workloads.files import file_digest
 from kvcore_cli.report.tables import told_of_run
 from kvcore_cluster.options import replicas_text
+from kvcore_lab.candidates import for_several_runs
 from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import Parts, session_groups, sums
 from kvcore_lab.sweep.grid import Mode, axes_of
@@ -208,9 +208,7 @@ class WorkloadCache:
         """
         key = _workload_key(cell)
         workload = self._workloads.get(key)
-        own = {name: _copied(value) for name, value in cell.options.items()}
-        if own != cell.options:
-            cell = cell.changed(**own)
+        cell = for_several_runs(cell)
         parts: RunParts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
         if workload is None:
             for other in self._workloads.values():
@@ -273,16 +271,6 @@ class WorkloadCache:
             self._kept[what] = key, read(parts.workload)
         kept: T = self._kept[what][1]
         return kept
-
-
-def _copied(value: Any) -> Any:
-    """Return a function that copies a plugin, which one run uses up; else the value."""
-    if isinstance(value, Mapping):  # the options of some replicas
-        return {name: _copied(option) for name, option in value.items()}
-    if type(value) is tuple:  # none with a name: a window that was text stays one
-        return tuple(map(_copied, value))
-    used_up = isinstance(value, Plugin) and not isinstance(value, Workload)
-    return partial(deepcopy, value) if used_up else value
 
 
 def _workload_key(cell: RunConfig) -> tuple[object, ...]:

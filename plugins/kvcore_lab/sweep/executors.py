@@ -124,7 +124,7 @@ class RayCluster:
             reason = str(error).partition("\n")[0].rstrip(".")
             msg = (
                 f"there is no Ray cluster {where} that lets us in ({reason}): start one with "
-                "`ray start --head`, or say where one is with --executor ray:HOST:PORT; if it "
+                "`ray start --head`, or say where one is with executor ray:HOST:PORT; if it "
                 "asks for a token, give that in RAY_AUTH_TOKEN"
             )
             raise PluginError(msg) from error

@@ -63,6 +63,9 @@ test = ["kvcore[testing]"]
 [project.entry-points.kvcore]
 {name} = "{module}"
 
+[tool.hatch.build]
+dev-mode-dirs = ["."]
+
 [tool.hatch.build.targets.wheel]
 only-include = ["{module}.py"]
 """

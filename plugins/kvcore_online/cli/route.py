@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002 --router prefix-affinity",
+    "kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002 --router lmetric",
     "kvcore route --config replicas.toml --trace day.jsonl.gz",
-    more="Ctrl-C, SIGTERM and SIGHUP let requests in flight end, and make the trace whole. "
+    more="Ctrl-C and SIGTERM let requests in flight end, and make the trace whole; SIGHUP "
+    "begins the next one, as `day-000001.jsonl.gz`, and so does a restart. "
     "Limits and time-outs are keys of the file: see docs/reference/cli.md.",
 )
 @click.argument("urls", nargs=-1, metavar="[URL]...")

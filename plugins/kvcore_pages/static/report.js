@@ -11,10 +11,14 @@ const UNITS = {
   "": (value) => format.number(value),
 };
 
+/** Classes of paragraphs. */
+const CLASSES = { warning: "warning", answer: "answer", notice: "notice", missing: "notice" };
+
 const charts = [];
 
-/** Return a table. Its cells are text, whatever they hold. */
+/** Return a table, folded if it is to be. Its cells are text, whatever they hold. */
 function tableOf(part) {
+  if (part.folded) return element("details", {}, element("summary", {}, part.caption), tableOf({ ...part, folded: false }));
   const right = new Set(part.right);
   const cell = (tag, text, place, more = {}) =>
     element(tag, { class: right.has(place) && "number", ...more }, text);
@@ -173,7 +177,7 @@ function partOf(part) {
     case "chart": return chartOf(part, linesOf);
     case "bars": return chartOf(part, barsOf);
     case "command": return commandOf(part.text);
-    default: return element("p", { class: { warning: "warning", missing: "notice" }[part.kind] }, part.text);
+    default: return element("p", { class: CLASSES[part.kind] }, part.text);
   }
 }
 
@@ -201,11 +205,13 @@ async function drawAll() {
   }
 }
 
-/** Return everything that is to be known first, of all sections. */
-function warningsOf(sections) {
-  const found = sections.flatMap(({ title, parts }) => parts.filter((part) => part.kind === "warning").map((part) => [title, part.text]));
+/** Return the paragraphs of a kind, of all sections, for the beginning of the page; null if there are none. */
+function firstOf(sections, kind, about) {
+  const found = sections.flatMap(({ id, title, parts }) => parts.filter((part) => part.kind === kind).map((part, place) => [id, place ? "" : title, part.text]));
   if (!found.length) return null;
-  return element("ul", { class: "warnings", "aria-label": "To be known first" }, found.map(([title, text]) => element("li", {}, element("strong", {}, title), ": ", text)));
+  return element("ul", { class: `first ${kind}`, "aria-label": about }, found.map(([id, title, text]) => element(
+    "li", {}, title ? element("strong", {}, element("a", { href: `#${id}` }, title), ": ") : null, text,
+  )));
 }
 
 /** Show a report. */
@@ -221,8 +227,8 @@ async function showReport() {
     ...made,
     element("footer", {}, element("p", { class: "soft" }, "This page holds everything it shows, and fetches nothing. It was made by:"), commandOf(command)),
   );
-  const first = warningsOf(sections);
-  if (first) main.querySelector("nav").before(first);
+  const first = [firstOf(sections, "answer", "The answers"), firstOf(sections, "warning", "To be known first")];
+  main.querySelector("nav").before(...first.filter(Boolean));
   document.body.dataset.ready = "";
   await drawAll();
   document.body.dataset.drawn = "";

@@ -216,10 +216,10 @@ class PooledCache(KVCache):
         kept = min(left + request.output_tokens, self.window)
         return -(-max(first - self.window, 0) // size) + -(-kept // size) + 1
 
-    def _no_room(self, request: Request, need: int, kept: int) -> str:
+    def _no_room(self, request: Request, need: int, kept: int, total: int) -> str:
         windows = self.tree.windows
         if windows is None or need > self.full_blocks - kept:
-            return super()._no_room(request, need, kept)
+            return super()._no_room(request, need, kept, total)
         return (
             f"request {request.id} needs {need} more window slots; {windows.free} of "
             f"{windows.slots} are free and {windows.evictable} can be evicted"
@@ -254,7 +254,7 @@ class PooledCache(KVCache):
         reserve: int = 0,
     ) -> Sequence:
         """Admit `request`, as `KVCache.open` does, if all pools have room."""
-        now = self._at(now)
+        now = self._at(now, request)
         tree, length = self.tree, request.prompt_tokens if target is None else target
         match = self.match(request, now, target)
         lacking = self.lacks_slots(request, match, length, first_tokens)
@@ -365,7 +365,7 @@ class PooledCache(KVCache):
     ) -> None:
         """Free what `seq` alone has in all pools; what is shared stays cached."""
         if seq.is_open and self.sequences.get(seq.id) is seq:
-            self.now = self._at(now)
+            self.now = self._at(now, seq.request)
             holding, tree = self._held.pop(seq.id), self.tree
             if seq.request.publishes and not preempted:
                 upto = self._kept_output(seq, seq.computed) // self.geometry.block_size
@@ -389,7 +389,7 @@ class PooledCache(KVCache):
         if need > self.full_blocks - kept:
             if pins and not self.sequences and pins.make_way(blocks + reserve, now):
                 return
-            raise OutOfBlocks(self._no_room(request, need, kept))
+            raise OutOfBlocks(self._no_room(request, need, kept, blocks + reserve))
 
     def _unknown(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse a call of `KVCache` that other pools than that of full attention lack."""

@@ -17,7 +17,9 @@ from kvcore.untrusted import load_toml
 from kvcore_plugins.workload.file_workload import TimedFile
 
 _NAMES = ("messages", "prompt", "answer", "usage", "model", "tenant", "time")
-_LATER = ("image_tokens", "isolate", "strict", "turns", "fields", "only_model", *_NAMES[:-1])
+_LATER = (
+    "tz", "image_tokens", "isolate", "strict", "turns", "fields", "only_model", *_NAMES[:-1],
+)  # fmt: skip
 
 
 @attrs.define(eq=False)

@@ -45,10 +45,10 @@ from kvcore_plugins.workload._messages import (
 )
 from kvcore_plugins.workload.left_out import LeftOut, models_note, no_model, unread_fields
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
-from kvcore_plugins.workload.rows import Pending, Row, parse_row, time_order
+from kvcore_plugins.workload.rows import Names, Pending, Row, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
 from kvcore_plugins.workload.turns import Turns
-from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
+from kvcore_plugins.workload.usage import Usage, generated_tokens, reported_note, usage_of
 
 _HEAD_TOKENS = 250_000
 _ISOLATING = frozenset(("cache_salt", "cache_salt_id", "extra_key", "lora_request", "lora_name",
@@ -142,6 +142,7 @@ class Reading:
         self._chat = chat
         self.turns = Turns()
         self._names = chat.field_names
+        self._tenants = Names(self._names.get("tenant"))
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer, chat.image_tokens)
         self.left_out = LeftOut(strict=chat.strict)
         self._models = Counter[str]()
@@ -226,7 +227,7 @@ class Reading:
 
     def _usage_notes(self) -> Iterator[str]:
         if (ratio := self.reported_hit_ratio()) is not None:
-            yield f"the log reports {ratio:.1%} of its prompt tokens as cached"
+            yield reported_note(ratio)
         if self._unfound:
             named, likely = self._names.get("answer"), self._likely_answer
             hint = f"answer={named} has none" if named else "answer=FIELD names it"
@@ -286,7 +287,8 @@ class Reading:
             return
         field = clock.name
         chat.refuse_rate(next(row for row, _, _ in head if times_of(row, field)), field)
-        self._clock, self._order = clock, time_order(field)
+        clock.zone = chat.zone
+        self._clock, self._order = clock, time_order(clock)
         for time, _, exchange in self._order.sort(self._clocked(rows, clock)):
             yield time, exchange
 
@@ -467,7 +469,7 @@ class Reading:
         exchange, chat = tokens.exchange, self._chat
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
         salt, size = tokens.salt, chat.key_tokens
-        tenant = _tenant_of(exchange, self._names.get("tenant", "tenant"))
+        tenant = self._tenants.of(_tenant_of(exchange, self._names.get("tenant", "tenant")))
         self._lacking.update(self._lacks(exchange, tenant))
         alone = len(tokens.prompts) == 1
         make, turns = self._maker(tokens), list[Pending]()

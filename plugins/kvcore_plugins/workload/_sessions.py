@@ -22,7 +22,7 @@ class Session:
         arrival: when it was sent, as far as that is known (ns).
         end: when its answer was complete, or else `arrival` (ns).
         wait: time from its end to the next request (ns); None: it is not known.
-        context: tokens of its prompt and its answer.
+        prompt, context: tokens of its prompt, and of its prompt and its answer.
         path: keys of the full blocks of `context`.
     """
 
@@ -30,8 +30,19 @@ class Session:
     arrival: int = 0
     end: int = 0
     wait: int | None = None
+    prompt: int = 0
     context: int = 0
     path: array[int] = attrs.field(factory=lambda: array("q"))
+
+    def quoted(self, prompt: int) -> int:
+        """Return the first tokens of a prompt that repeats what was said, by its length alone.
+
+        That is the last prompt and its answer; without the answer, such as reasoning, if the
+        prompt is too short for it. One that is shorter than the last prompt repeats nothing.
+        """
+        if prompt >= self.context:
+            return self.context
+        return self.prompt if prompt >= self.prompt else 0
 
 
 @attrs.frozen
@@ -47,6 +58,8 @@ class Turn:
         prompt, output: tokens.
         shared: first tokens of the prompt that are those of the context before; None: it is
             not known, so that nothing is shared.
+        opening: in the first row of a session, first tokens of the prompt that are those of
+            other sessions' first prompts, of the same tenant if it has any; None: none are.
         keys, generated: keys of the prompt and of what follows, where the tokens are known.
     """
 
@@ -58,6 +71,7 @@ class Turn:
     prompt: int
     output: int
     shared: int | None = None
+    opening: int | None = None
     keys: Sequence[Key] = ()
     generated: Sequence[Key] = ()
 
@@ -72,6 +86,8 @@ class SessionChain:
     def __init__(self, key_tokens: int) -> None:
         self._key_tokens = key_tokens
         self._sessions: dict[str, Session] = {}
+        # The keys of the longest first prompt of a session, by tenant; None: of all tenants.
+        self._openings: dict[str | None, array[int]] = {}
         self._new_keys = count()
 
     def session(self, label: str | None) -> Session:
@@ -89,7 +105,7 @@ class SessionChain:
             wait = turn.before if turn.before is not None else session.wait
             think = max(0, turn.time - session.end) if wait is None else wait
             arrival = max(arrival, session.arrival + (0 if wait is None else wait))
-        keys, generated = self._extend(session, turn)
+        keys, generated = self._extend(session, turn, tenant)
         build = partial(
             Request,
             id=turn.serial,
@@ -109,18 +125,30 @@ class SessionChain:
         session.wait = turn.after
         return arrival, build
 
-    def _extend(self, session: Session, turn: Turn) -> tuple[Sequence[Key], Sequence[Key]]:
+    def _extend(
+        self, session: Session, turn: Turn, tenant: str | None
+    ) -> tuple[Sequence[Key], Sequence[Key]]:
         """Return the keys of a prompt, and of what follows; store them as those of the session.
 
         Full blocks of the tokens that are shared keep their keys, all others get new ones.
         """
         if turn.shared is None:
             return turn.keys, turn.generated
-        size = self._key_tokens
-        kept = min(turn.shared, session.context) // size
-        session.context = turn.prompt + turn.output
-        path = session.path[:kept]
-        path.extend(islice(self._new_keys, session.context // size - kept))
+        size, opening = self._key_tokens, session.last is None and turn.opening is not None
+        path, openings = (
+            session.path[: min(turn.shared, session.context) // size],
+            self._openings,
+        )
+        if opening:
+            known = openings.get(tenant) or openings.get(None) or path
+            path = known[: (turn.opening or 0) // size]
+        session.prompt, session.context = turn.prompt, turn.prompt + turn.output
+        path.extend(islice(self._new_keys, session.context // size - len(path)))
         session.path = path
+        if opening:
+            # Of the longest one most is there to be shared.
+            for name in (tenant, None):
+                if len(openings.get(name, ())) < len(path):
+                    openings[name] = path
         full_blocks = turn.prompt // size
         return KeyPrefix(path, full_blocks), path[full_blocks:].tolist()

@@ -17,6 +17,7 @@ from kvcore_plugins.workload._plain import csv_reader
 from kvcore_plugins.workload.file_workload import FileWorkload
 from kvcore_plugins.workload.rows import Row, as_json, time_order
 from kvcore_plugins.workload.times import Clock, Timed, TimeOrder, moment
+from kvcore_plugins.workload.usage import UNKNOWN_PROMPTS
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _HEADER = ",".join(_COLUMNS)
@@ -53,7 +54,7 @@ class Azure(FileWorkload):
             msg = f"{self.path}:{line_number}: expected the header {expected}, got {got}"
             raise InputError(msg)
         header = _text(line).split(",")
-        self._order = order = time_order(_COLUMNS[0], partial(self._row, header))
+        self._order = order = time_order(Clock(_COLUMNS[0]), partial(self._row, header))
         empty = True
         for time, _, request in order.sort(self._timed(header, source)):
             empty = False
@@ -65,8 +66,10 @@ class Azure(FileWorkload):
 
     @property
     def notes(self) -> list[str]:
-        """The number of rows that were sorted, and a span that is not plausible."""
-        return [] if self._order is None else self._order.notes(Clock(_COLUMNS[0]))
+        """Sorted rows, a span that is not plausible, and that no prompts are known."""
+        if self._order is None:
+            return []
+        return [*self._order.notes(Clock(_COLUMNS[0])), UNKNOWN_PROMPTS]
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +12,7 @@ import orjson
 from kvcore import Request
 from kvcore_plugins.workload._chat_options import ChatFile
 from kvcore_plugins.workload._messages import is_chat, nested, token_ids, unpacked
+from kvcore_plugins.workload.left_out import most_named
 from kvcore_plugins.workload.rows import Row, merged
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Chat(ChatFile):
         time, messages, prompt, answer, usage, model: fields of a row, where they have other
             names or lie deeper than those above, such as `payload.messages`.
         tenant: the field of a row or of the request in it with the tenant, such as `user`;
-            None: `tenant`, where rows have it.
+            None: `tenant`, where rows have it, with numbers for the names.
         only_model: the model whose rows alone are read; None: those of all models are.
         fields: path of a TOML file with these names.
         image_tokens: tokens of an image, or of another part without a text; None: rows with
@@ -71,7 +71,7 @@ class Chat(ChatFile):
         output_tokens: tokens that a request without an answer generates.
         think: seconds from an answer to the next message of its conversation.
         key_tokens: tokens of a key.
-        unit, rate, seed: of times, as every `TimedFile` has them; without `rate` all rows
+        unit, tz, rate, seed: of times, as every `TimedFile` has them; without `rate` all rows
             without times arrive at once.
     """
 
@@ -132,8 +132,7 @@ class Chat(ChatFile):
         """The model that most of the first rows name."""
         from kvcore_plugins.workload._chat_rows import models_in_head  # noqa: PLC0415 - as above
 
-        counts = Counter(models_in_head(self))
-        return max(counts, key=counts.__getitem__, default=None)
+        return most_named(models_in_head(self))
 
     @property
     def reported_hit_ratio(self) -> float | None:

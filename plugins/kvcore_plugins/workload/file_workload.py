@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import tzinfo
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from kvcore.files import as_path
 from kvcore.workloads import poisson_arrivals
 from kvcore_plugins.workload.from_files import FromFiles
 from kvcore_plugins.workload.rows import Row
-from kvcore_plugins.workload.times import UNITS
+from kvcore_plugins.workload.times import UNITS, is_zone, zone_of
 
 
 @attrs.define(eq=False)
@@ -53,12 +54,14 @@ class TimedFile(FileWorkload):
         path: path of the file.
         unit: unit of times that are numbers: s, ms, us, ns; None: that of the field's name, or
             of their size.
+        tz: the time zone of dates and times without one, such as `Europe/Berlin`; None: UTC.
         rate: where rows have no times, requests a second, at random times (Poisson); `inf`:
             all at once.
         seed: seed of the random times.
     """
 
     unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
+    tz: str | None = attrs.field(default=None, validator=if_given(is_zone), kw_only=True)
     rate: float | None = attrs.field(default=None, validator=if_given(ge(1e-9)), kw_only=True)
     seed: int = attrs.field(default=0, kw_only=True)
 
@@ -66,6 +69,11 @@ class TimedFile(FileWorkload):
         """Return the options with a unit: one that is found as `s`, since it always was."""
         units = {None: "s", "s": "seconds"}
         return self.options() | {"unit": units.get(self.unit, self.unit)}
+
+    @property
+    def zone(self) -> tzinfo | None:
+        """The time zone of dates and times without one; None: UTC."""
+        return zone_of(self.tz)
 
     def drawn_arrivals(self) -> Iterator[int]:
         """Yield the times in ns of rows without times."""

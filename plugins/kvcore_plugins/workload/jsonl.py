@@ -93,6 +93,17 @@ class Jsonl(FileWorkload):
         return None
 
     @property
+    def served_router(self) -> tuple[str, Any] | None:
+        """Name and options of the router in the header of a proxy's trace."""
+        with closing(self._rows()) as found:
+            fields = next(found).fields
+        plugins = fields.get("plugins") if fields.get("mode") == "wall" else None
+        match plugins:
+            case {"router": {"name": str(name), "options": {**options}}}:
+                return name, options
+        return None
+
+    @property
     def digest(self) -> str:
         """The digest of the file's bytes, and of `chain` if it is set."""
         names = ("chain", "turns")

@@ -51,6 +51,12 @@ class LeftOut:
 _MODELS = 3
 
 
+def most_named(models: Iterable[str]) -> str | None:
+    """Return the model that most rows name, the first of several; None: none names one."""
+    counts = Counter(models)
+    return max(counts, key=counts.__getitem__, default=None)
+
+
 def of_models(models: Counter[str]) -> str:
     """Return the models with the most rows, each with their number."""
     shown = ", ".join(f"{name} ({count:,})" for name, count in models.most_common(_MODELS))

@@ -6,13 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, in_
+from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request
 from kvcore.request import block_keys
@@ -32,7 +34,8 @@ from kvcore_plugins.workload._tables import (
     table_header,
 )
 from kvcore_plugins.workload.file_workload import TimedFile
-from kvcore_plugins.workload.rows import Pending, Row, merged, parse_row, time_order
+from kvcore_plugins.workload.left_out import models_note, most_named, no_model
+from kvcore_plugins.workload.rows import Names, Pending, Row, merged, parse_row, time_order
 from kvcore_plugins.workload.times import (
     ENDS,
     HEAD,
@@ -45,6 +48,7 @@ from kvcore_plugins.workload.times import (
     finest,
     name_and_unit,
 )
+from kvcore_plugins.workload.usage import UNKNOWN_PROMPTS, reported_note
 
 USUAL = {
     "input": "prompttokens inputlen inputlens inputlength inputtokens inputtoks "
@@ -65,12 +69,15 @@ USUAL = {
     "roundnumber",
     "wait": "toolwaitafter waitafter toolwait toolduration tooltime wait waittime thinktime "
     "think delay pause",
+    "cached": "cachedtokens cachedprompttokens cachedinputtokens numcachedtokens "
+    "promptcachehittokens prompttokensfromcache cachedcontenttokencount",
+    "model": "model modelname modelid requestmodel",
     "tokens": "inputtokids inputtokenids prompttokenids",
     "generated": "outputtokids outputtokenids completiontokenids",
 }
 """Usual names of columns, in lower case, without signs, the most usual one first."""
 
-_NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait")
+_NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait", "cached", "model")
 _CLOSED = ("prefix", "turn", "wait")
 _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reasoning", "lora"}
 _LENGTHS = re.compile("tok|len|ctx|context|prompt|gen|compl|in|out", re.IGNORECASE)
@@ -82,6 +89,11 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 _LETTERS = re.compile(r"[^\W\d]")
 _TURN_BITS = 44
+ASSUMPTIONS = {
+    "session": "the prompt and the answer before it in its session",
+    "cached": "as many tokens of earlier ones as {!r} has",
+}
+"""What a prompt of which the length alone is known may begin with, by the column for it."""
 _FAULTS = (
     "failed requests left out",
     "rows without lengths left out, such as spans of tools",
@@ -101,10 +113,10 @@ class Lengths(TimedFile):
     that failed are left out, and counted in `notes`.
 
     Such a table has the lengths of prompts, and not their tokens: requests have no keys and
-    never hit. Two kinds of tables have more. Where each row of a session says how many tokens
-    of the context before it goes on with (`prefix_len`), these share their blocks, and the
-    prompt is this prefix and the input. Where rows have the ids of their tokens, keys are
-    hashes of these.
+    never hit, unless `assume` says what they share. Two kinds of tables have more. Where each
+    row of a session says how many tokens of the context before it goes on with (`prefix_len`),
+    these share their blocks, and the prompt is this prefix and the input. Where rows have the
+    ids of their tokens, keys are hashes of these.
 
     In a session whose rows are numbered (`round_idx`, `turn`), or have a wait or a prefix, each
     request is sent after the answer to the one before: a closed loop.
@@ -121,17 +133,36 @@ class Lengths(TimedFile):
     Attributes:
         path: path of the file.
         time, input, output: the columns of arrivals, prompt and output lengths.
-        session, tenant: the columns of the session and the tenant of a request.
+        session, tenant: the columns of the session and the tenant of a request. In columns that
+            are found, not named, names are replaced by numbers.
         prefix, turn, wait: the columns of the tokens that go before the input, of the number of
             a request in its session, and of the wait before or after it.
+        failed: whether requests that generated tokens before they failed are read.
+        cached: the column of the tokens of a prompt that were in the cache of the server.
+        model: the column of the model of a request.
+        only_model: the model whose rows alone are read; None: those of all models are.
+        assume: what prompts begin with where their lengths alone are known: `session`, with the
+            prompt and the answer before them in their session, as far as they are long enough;
+            `cached`, with as many tokens of earlier prompts as were cached; `session+cached`,
+            with the longer of the two; None: nothing is known to be shared. Requests of a
+            session are then sent after the answer to the one before.
         key_tokens: tokens a key would stand for; the block size of a cache that serves it.
         strict: whether a row that would be left out, or a column that changes the meaning and
             is not read, is an error.
-        unit, rate, seed: of times, as every `TimedFile` has them.
+        unit, tz, rate, seed: of times, as every `TimedFile` has them.
     """
 
     name: ClassVar[str] = "lengths"
-    later_options = ("prefix", "turn", "wait", "strict")
+    later_options = (
+        *_CLOSED,
+        "strict",
+        "tz",
+        "cached",
+        "assume",
+        "model",
+        "only_model",
+        "failed",
+    )
     # Of vLLM's results, and of tables in any spelling.
     line_fields = (COLUMNAR, ("time", "input", "output"))
 
@@ -145,12 +176,22 @@ class Lengths(TimedFile):
     turn: str | None = attrs.field(default=None, kw_only=True)
     wait: str | None = attrs.field(default=None, kw_only=True)
     strict: bool = attrs.field(default=False, kw_only=True)
+    failed: bool = attrs.field(default=False, kw_only=True)
+    cached: str | None = attrs.field(default=None, kw_only=True)
+    model: str | None = attrs.field(default=None, kw_only=True)
+    only_model: str | None = attrs.field(default=None, kw_only=True)
+    assume: str | None = attrs.field(
+        default=None,
+        validator=if_given(in_((*ASSUMPTIONS, "+".join(ASSUMPTIONS)))),
+        kw_only=True,
+    )
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row.
 
-        Keeps a few rows in memory; all of a JSON object, and of sessions without times.
+        Keeps a few rows in memory, and an entry for each session and tenant; all rows of a
+        JSON object, and of sessions without times.
         """
         table = read_table(self.path)
         self._reading = reading = _Reading(self, table)
@@ -158,13 +199,14 @@ class Lengths(TimedFile):
             yield from merged(map(reading.pending, reading.sorted()))
             return
         columns, key_tokens = reading.columns, self.key_tokens
-        session, tenant = columns.get("session"), columns.get("tenant")
         input_column, generated = columns["input"], columns["output"]
         first = None
         for time, serial, row in reading.sorted():
             first = time if first is None else first
             prompt, output = _tokens(row, input_column, 1), _tokens(row, generated, 0)
+            reading.cached_tokens(row, prompt)
             keys, output_keys = reading.token_keys(row, prompt, output)
+            session, tenant = reading.names(row)
             yield Request(
                 id=serial,
                 arrival=reading.arrival(time, first, row),
@@ -173,14 +215,24 @@ class Lengths(TimedFile):
                 keys=keys,
                 output_keys=output_keys,
                 key_tokens=key_tokens,
-                session=_label(row, session),
-                tenant=_label(row, tenant),
+                session=session,
+                tenant=tenant,
             )
 
     @property
     def notes(self) -> list[str]:
         """Assumptions about the rows that were read last, and numbers of rows left out."""
         return [] if self._reading is None else self._reading.notes()
+
+    @property
+    def served_model(self) -> str | None:
+        """The model that most of the first rows name."""
+        return most_named(_Reading(self, read_table(self.path)).models_in_head())
+
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """The share of the prompt tokens read last that was cached; None: no row has any."""
+        return None if self._reading is None else self._reading.reported_hit_ratio()
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
@@ -298,9 +350,13 @@ class _Reading:
         # Of fields in objects a wait alone, unless it is named, may be that of anything.
         found = _CLOSED if table.flat else ("prefix", "turn")
         session = options.session or _found("session", names)
-        self.closed = session is not None and (
-            any(getattr(options, role) for role in _CLOSED)
-            or any(_usual(role, names) for role in found)
+        self._assumed = options.assume.split("+") if options.assume else []
+        self.closed = bool(self._assumed) or (
+            session is not None
+            and (
+                any(getattr(options, role) for role in _CLOSED)
+                or any(_usual(role, names) for role in found)
+            )
         )
         usual = find_times(tuple(names))
         candidates = usual if options.time is None else [options.time]
@@ -316,13 +372,15 @@ class _Reading:
         if clock is not None:
             base["time"] = clock.name
         self.columns = base
-        self._rows: Iterable[Row] = chain(head, rows)
+        self._head, self._rows = head, chain(head, rows)
         self._clock = self._time_clock(clock or Clock(base.get("time", ""), unit))
         self._order: TimeOrder | None = None
         ends = find_times(tuple(names), ENDS)
         # A name without a unit has that of the arrivals.
         assumed = _unit_of(self._clock.name) or self._clock.assumed
         self._end = Clock(ends[0], unit, assumed) if ends and self.closed else None
+        for timed in filter(None, (self._clock, self._end)):
+            timed.zone = options.zone
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
         self._added = self.closed and "prefix" in base and self._is_added(head)
@@ -339,18 +397,40 @@ class _Reading:
             and (turns or input_name.startswith(("new", "append")))
         )
         self._wait_factor = UNITS["ms"] if turns else None
+        self._knows = "prefix" in base or "tokens" in base or self._grows
+        self._check_assumed()
+        self._names = Names(options.session), Names(options.tenant)
         self._chain = SessionChain(options.key_tokens)
+        self._repeating = self._shorter = self._prompts = self._cached = 0
+        self._ran = self._ran_tokens = 0
         self._first: int | None = None
-        self._left_out = Counter[str]()
-        known = {*base.values()}
-        unread = [name for name in names if name not in known and _UNREAD & _words(name)]
-        self._unread = ""
-        if table.flat and unread:
-            what = "columns that are not read, and may change what a row means"
-            self._unread = f"{what}: {', '.join(unread)}"
-        if options.strict and self._unread:
-            msg = f"{options.path}: {self._unread}; strict=true refuses them"
+        self._left_out, self._models = Counter[str](), Counter[str]()
+        self._unread = self._unread_columns()
+
+    def _unread_columns(self) -> str:
+        """Return the note on columns that may change a row, and are not read; empty: none do.
+
+        Raises:
+            InputError: there are some, and reading is strict.
+        """
+        options, table, read = self._options, self._table, self.columns.values()
+        names = [name for name in table.names if name not in read and _UNREAD & _words(name)]
+        if not (table.flat and names):
+            return ""
+        unread = (
+            f"columns that are not read, and may change what a row means: {', '.join(names)}"
+        )
+        if options.strict:
+            msg = f"{options.path}: {unread}; strict=true refuses them"
             raise InputError(msg)
+        return unread
+
+    def models_in_head(self) -> list[str]:
+        """Return the models of the first rows that name one that is read."""
+        chosen = self._options.only_model
+        return [
+            name for name in map(self._model, self._head) if name and chosen in (None, name)
+        ]
 
     def sorted(self) -> Iterator[Timed[Row]]:
         """Yield the rows of requests by time, with their serial numbers."""
@@ -358,9 +438,18 @@ class _Reading:
         if self._table.in_memory or (self.closed and when is None):
             timed = iter(sorted(timed, key=by_time))
         if when is not None:
-            self._order = time_order(when)
+            self._order = time_order(self._clock)
             timed = self._order.sort(timed)
         return timed
+
+    def names(self, row: Row) -> tuple[str | None, str | None]:
+        """Return the session and the tenant of a row, as requests have them."""
+        sessions, tenants = self._names
+        columns = self.columns
+        return (
+            sessions.of(_label(row, columns.get("session"))),
+            tenants.of(_label(row, columns.get("tenant"))),
+        )
 
     def arrival(self, time: int, first: int, row: Row) -> int:
         """Return the time since the first one."""
@@ -374,7 +463,7 @@ class _Reading:
         time, rank, row = timed
         first = self._first = time if self._first is None else self._first
         columns, fields = self.columns, row.fields
-        label = _label(row, columns.get("session"))
+        label, tenant = self.names(row)
         input_tokens, output = (
             _tokens(row, columns["input"], 1),
             _tokens(row, columns["output"], 0),
@@ -385,6 +474,10 @@ class _Reading:
         elif self._grows:
             shared = self._chain.session(label).context
         prompt = input_tokens + (shared or 0) if self._added or self._grows else input_tokens
+        opening, cached = None, self.cached_tokens(row, prompt)
+        if self._assumed:
+            shared = self._shared(label, prompt, cached)
+            opening = cached if "cached" in self._assumed else None
         end = None if self._end is None else self._end.read(fields.get(self._end.name))
         wait = self._wait(row)
         after = "wait" in columns and bool({"after", "tool"} & _words(columns["wait"]))
@@ -398,11 +491,50 @@ class _Reading:
             prompt=prompt,
             output=output,
             shared=None if shared is None else min(shared, prompt),
+            opening=opening,
             keys=keys,
             generated=generated,
         )
-        pending = self._chain.build(turn, label, _label(row, columns.get("tenant")))
+        pending = self._chain.build(turn, label, tenant)
         return turn.time, [pending].copy
+
+    def cached_tokens(self, row: Row, prompt: int) -> int:
+        """Return the tokens of a prompt that were cached, 0 where none are told; count both."""
+        name = self.columns.get("cached")
+        if name is None or row.fields.get(name) in (None, ""):
+            return 0
+        cached = min(_tokens(row, name, 0), prompt)
+        self._prompts, self._cached = self._prompts + prompt, self._cached + cached
+        return cached
+
+    def reported_hit_ratio(self) -> float | None:
+        """Return the share of the prompt tokens that was cached; None: none was."""
+        return self._cached / self._prompts if self._cached else None
+
+    def _shared(self, label: str | None, prompt: int, cached: int) -> int:
+        """Return the tokens of a prompt that are assumed to be those before in its session."""
+        session, shared = self._chain.session(label), 0
+        if "session" in self._assumed and session.last is not None:
+            shared = session.quoted(prompt)
+            self._repeating += shared > 0
+            self._shorter += not shared
+        return max(shared, cached) if "cached" in self._assumed else shared
+
+    def _check_assumed(self) -> None:
+        """Raise InputError if a table tells what prompts share, or not what is assumed by."""
+        options, columns = self._options, self.columns
+        if self._assumed and self._knows:
+            told = columns.get("prefix") or columns.get("tokens") or columns["input"]
+            msg = f"{options.path}: {told!r} tells what prompts share: leave out assume="
+            raise InputError(msg)
+        for role in self._assumed:
+            if role not in columns:
+                msg = (
+                    f"{options.path}:{self._table.line}: assume={options.assume} needs a "
+                    f"column of {role}: {role}=COLUMN names it. There are: "
+                    f"{', '.join(self._table.names)}"
+                )
+                raise InputError(msg)
 
     def token_keys(
         self, row: Row, prompt: int, output: int
@@ -432,6 +564,13 @@ class _Reading:
         """Return what was assumed of the rows so far, and how many were left out."""
         left_out = self._left_out
         notes = [f"{what}: {left_out[what]}" for what in _FAULTS if left_out[what]]
+        if self._ran and self._options.failed:
+            notes.insert(
+                0, f"failed requests that generated tokens, and are read: {self._ran:,}"
+            )
+        elif self._ran:
+            ran = f"{self._ran:,} of which generated {self._ran_tokens:,} tokens"
+            notes[0] += f" ({ran}: failed=true reads what was generated)"
         columns = self.columns
         if self._order is not None:
             notes += self._order.notes(self._clock)
@@ -443,9 +582,32 @@ class _Reading:
             notes.append(f"prompts are {columns['prefix']!r} and {columns['input']!r} together")
         elif self._grows:
             notes.append(f"prompts are the context of their session and {columns['input']!r}")
+        if not self._knows:
+            notes.append(self._sharing())
+        if (ratio := self.reported_hit_ratio()) is not None:
+            notes.append(reported_note(ratio))
+        notes += models_note(self._models, self._options.only_model, "only_model")
         if self._unread:
             notes.append(self._unread)
         return notes
+
+    def _sharing(self) -> str:
+        """Return the note on what prompts share of which the lengths alone are known."""
+        columns = self.columns
+        roles = self._assumed or [role for role in ASSUMPTIONS if role in columns]
+        what = f"assume={'+'.join(roles)}"
+        begins = " or ".join(ASSUMPTIONS[role].format(columns[role]) for role in roles)
+        if not self._assumed:
+            hint = f"; {what} lets a prompt begin with {begins}" if roles else ""
+            return UNKNOWN_PROMPTS + hint
+        counts = sent = ""
+        if "session" in roles:
+            counts = (
+                f" ({self._repeating:,} do, {self._shorter:,} are shorter than the one before)"
+            )
+        if "session" in columns:
+            sent = "; it is sent after the answer before it in its session"
+        return f"{what}: a prompt begins with {begins}{counts}{sent}"
 
     def _timed(self) -> Iterator[Timed[Row]]:
         columns, options, clock = self.columns, self._options, self._clock
@@ -455,7 +617,16 @@ class _Reading:
         for serial, row in enumerate(self._rows):
             if not serial and when is not None:
                 options.refuse_rate(row, when)
-            if (fault := self._fault(row)) is not None:
+            if (model := self._model(row)) is not None:
+                self._models[model] += 1
+            if options.only_model not in (None, model):
+                continue
+            fault = self._fault(row)
+            if fault == _FAULTS[0] and (generated := self._generated(row)):
+                self._ran += 1
+                self._ran_tokens += generated
+                fault = None if options.failed else fault
+            if fault is not None:
                 if options.strict:
                     expected = "an answer (strict=true)"
                     raise row.error(field=columns["output"], expected=expected)
@@ -466,6 +637,13 @@ class _Reading:
             else:
                 time = times(row) if self.closed else next(drawn)
             yield time, self._turn(row) << _TURN_BITS | serial, row
+        chosen = options.only_model
+        if chosen is not None and chosen not in self._models:
+            raise no_model(options.path, chosen, self._models)
+
+    def _model(self, row: Row) -> str | None:
+        """Return the model that a row names."""
+        return _label(row, self.columns.get("model"))
 
     def _turn(self, row: Row) -> int:
         """Return the number of a row in its session; 0 where rows have none."""
@@ -482,6 +660,13 @@ class _Reading:
         if self._table.objects and (output is None or fields.get(columns["input"]) is None):
             return empty
         return idle if self._zeros and _is_zero(output) else None
+
+    def _generated(self, row: Row) -> int:
+        """Return the tokens that a request generated before it failed; 0: none are told."""
+        with suppress(InputError):
+            if _tokens(row, self.columns["input"], 1):
+                return _tokens(row, self.columns["output"], 0)
+        return 0
 
     def _drawn_by_session(
         self, drawn: Iterator[int], starts: dict[str | None, int], row: Row
@@ -521,13 +706,13 @@ class _Reading:
         It is if an input is never shorter than its prefix, and no prefix is longer than the
         input and output before it.
         """
-        columns, when = self.columns, self.columns.get("time")
+        columns, when, clock = self.columns, self.columns.get("time"), copy(self._clock)
         before: dict[str | None, tuple[int, int]] = {}
         told = False
         rows = [row for row in head if self._fault(row) is None]
         rows.sort(key=self._turn)
         if when is not None:
-            rows.sort(key=lambda row: self._clock.time_of(row.fields) or 0)
+            rows.sort(key=lambda row: clock.time_of(row.fields) or 0)
         for row in rows:
             label = _label(row, columns.get("session"))
             prefix, input_tokens = (

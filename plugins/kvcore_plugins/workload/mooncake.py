@@ -24,8 +24,17 @@ from kvcore.units import INT64_LIMIT
 from kvcore.workloads import json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
 from kvcore_plugins.workload.from_files import FromFiles
-from kvcore_plugins.workload.rows import Pending, Row, merged, parse_row, time_order
-from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder, has_fraction
+from kvcore_plugins.workload.rows import Names, Pending, Row, merged, parse_row, time_order
+from kvcore_plugins.workload.times import (
+    HEAD,
+    UNITS,
+    Clock,
+    Timed,
+    TimeOrder,
+    has_fraction,
+    is_zone,
+    zone_of,
+)
 
 BUNDLED_REQUESTS = 12_031
 
@@ -61,8 +70,8 @@ class Mooncake(FromFiles):
     A request of a session is sent after the one before it, or that it names: a closed loop.
     Times are milliseconds; seconds if one of the first hundred has a fraction; or what their
     size tells if they count from 1970. Rows are sorted by time, and arrivals count from the
-    first. The id of a request is its row, from 0. Ids of blocks are whole numbers of up to 64
-    bits, or texts of up to 128 hexadecimal digits.
+    first. The id of a request is its row, from 0, and sessions are numbered from 1. Ids of
+    blocks are whole numbers of up to 64 bits, or texts of up to 128 hexadecimal digits.
 
     Source: Qin et al., Mooncake, FAST'25; Wang et al., KVCache cache in the wild, ATC'25;
     AIPerf, `docs/benchmark-modes/trace-replay.md`; Dynamo, `docs/agents/agent-tracing.md`.
@@ -75,10 +84,11 @@ class Mooncake(FromFiles):
         unit: unit of the times: s, ms, us, ns; None: as above.
         turns: whether rows without a session follow those that they continue, as rows of `chat`
             do; else each comes at its time.
+        tz: the time zone of dates and times without one, such as `Europe/Berlin`; None: UTC.
     """
 
     name: ClassVar[str] = "mooncake"
-    later_options = ("key_tokens", "unit", "turns")
+    later_options = ("key_tokens", "unit", "turns", "tz")
     line_fields = (("timestamp", "input_length", "hash_ids"),)
 
     path: Path | None = attrs.field(default=None, converter=optional(as_path))
@@ -86,6 +96,7 @@ class Mooncake(FromFiles):
     key_tokens: int = attrs.field(default=0, validator=ge(0))
     unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
     turns: bool = attrs.field(default=False, kw_only=True)
+    tz: str | None = attrs.field(default=None, validator=if_given(is_zone), kw_only=True)
     found_key_tokens: bool = attrs.field(default=False, init=False, repr=False)
     _has_key_tokens: bool = attrs.field(default=False, init=False, repr=False)
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
@@ -126,6 +137,8 @@ class Mooncake(FromFiles):
             options["unit"] = self.unit
         if self.turns:
             options["turns"] = True
+        if self.tz is not None:
+            options["tz"] = self.tz
         return self._file_digest(self._file, **options)
 
     @property
@@ -179,6 +192,7 @@ class _Reading:
         fraction = any(has_fraction(row.fields.get("timestamp")) for row in head)
         in_seconds = self._bailian or fraction
         self._clock = Clock("timestamp", options.unit, "s" if in_seconds else "ms")
+        self._clock.zone = zone_of(options.tz)
         # Of the published formats the unit is known.
         self._clock.reason = (
             "" if self._bailian or not fraction else "since some have a fraction"
@@ -186,7 +200,7 @@ class _Reading:
         # Whether later times have a fraction, although milliseconds are assumed.
         self._late_fraction = False
         self._may_be_seconds = options.unit is None and not in_seconds
-        self._order: TimeOrder = time_order("timestamp", self._row)
+        self._order: TimeOrder = time_order(self._clock, self._row)
         self.closed = any(row.fields.get(name) is not None for row in head for name in _SESSION)
         self._untimed = all(row.fields.get("timestamp") is None for row in head)
         self._plain = not (self.closed or self._chained) and all(
@@ -194,7 +208,7 @@ class _Reading:
         )
         # By the name of a session or of a request: its last request.
         self._sent: dict[_Name, _Sent] = {}
-        self._models: dict[str, int] = {}
+        self._names, self._models = Names(None), dict[str, int]()
         self._short = self._empty = self._late_turns = self._unmet = 0
 
     def requests(self) -> Iterator[Request]:
@@ -345,7 +359,7 @@ class _Reading:
             keys=chain_keys(keys) if self._chained else keys,
             key_tokens=size,
             salt=model,
-            session=sent.session,
+            session=self._names.of(sent.session),
             after=after,
             think_time=think,
         )

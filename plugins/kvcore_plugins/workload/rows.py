@@ -196,8 +196,29 @@ def _wide_key(key: Any) -> Any:
     return key
 
 
-def time_order(field: str, row_of: Callable[[Request], Row] | None = None) -> TimeOrder:
-    """Return what sorts the rows whose times are in `field`.
+class Names:
+    """Names of sessions or tenants in a log: numbers from 1 in their place, unless asked for.
+
+    Traces and exports have what requests have, and whose a request is takes no more than that
+    equal names stay equal. Memory: an entry for each name.
+
+    Args:
+        asked: the option that names their field; None: it was found, and they are numbered.
+    """
+
+    def __init__(self, asked: str | None) -> None:
+        self._asked = asked is not None
+        self._numbers: dict[str, str] = {}
+
+    def of(self, name: str | None) -> str | None:
+        """Return what a request has for a name."""
+        if self._asked or name is None:
+            return name
+        return self._numbers.setdefault(name, str(len(self._numbers) + 1))
+
+
+def time_order(clock: Clock, row_of: Callable[[Request], Row] | None = None) -> TimeOrder:
+    """Return what sorts the rows whose times `clock` reads.
 
     `row_of` returns the row of a request that is sorted in its place.
     """
@@ -206,8 +227,9 @@ def time_order(field: str, row_of: Callable[[Request], Row] | None = None) -> Ti
         if isinstance(item, Request):
             assert row_of is not None
             item = row_of(item)
-        expected = f"no time before that of the {WINDOW} rows before it (sort the rows by time)"
-        return item.error(field=field, expected=expected)
+        remedy = clock.clock_change or "sort the rows by time"
+        expected = f"no time before that of the {WINDOW} rows before it ({remedy})"
+        return item.error(field=clock.name, expected=expected)
 
     return TimeOrder(too_late)
 

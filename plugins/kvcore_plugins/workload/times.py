@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
 from decimal import Decimal
 from functools import lru_cache
 from itertools import islice
@@ -64,7 +64,9 @@ _DATE = r"(?a)(\d{4}-\d\d-\d\d)([T ]00:00(?::00(?:\.0{1,30})?)?)?"
 _TIME_OF_DAY = r"(?ai)T?(\d{1,2}:\d\d)(:\d\d)?([.,]\d{1,30})? ?(Z|UTC|[+-]\d\d(?::?\d\d)?)?"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGITS = 9
-_DAY = 24 * 3600 * NS_PER_S
+_HOUR = 3600 * NS_PER_S
+_DAY = 24 * _HOUR
+_BACK = 600 * NS_PER_S  # rows of a log are late by less
 
 _T = TypeVar("_T")
 
@@ -163,6 +165,11 @@ class Clock:
         date: the column with the dates of times of day; None: times are whole.
         unread: the columns with usual names of times that have others, with one of these.
         midnight: whether a date without a time of day was read.
+        zone: the zone of texts without one; None: UTC. Of an hour that comes twice, when clocks
+            are set back, that time is taken which is nearer to the time read before.
+        local: a text without a zone that was read; empty: there is none.
+        repeated: number of times read that come twice.
+        set_back: the texts without a zone that were about an hour earlier than the one before.
     """
 
     def __init__(
@@ -178,6 +185,12 @@ class Clock:
         self.date = date
         self.unread = unread or {}
         self.midnight = False
+        self.zone: tzinfo | None = None
+        self.local = ""
+        self.repeated = 0
+        self.set_back: list[str] = []
+        self._steps_back = 0
+        self._before: int | None = None
         self.unit = unit
         self.assumed = assumed
         self.reason = "since neither name nor size tells the unit"
@@ -192,7 +205,9 @@ class Clock:
     def time_of(self, fields: Mapping[str, Any]) -> int | None:
         """Return the time of a row in ns, as `read` does, with its date if that is apart."""
         value = fields.get(self.name)
-        return self.read(value) if self.date is None else _joined(fields.get(self.date), value)
+        if self.date is None:
+            return self.read(value)
+        return self._instant(_joined(fields.get(self.date), value))
 
     def read(self, value: Any) -> int | None:
         """Return a time in ns: a number, or a date and time of ISO 8601; None if it is none.
@@ -218,10 +233,54 @@ class Clock:
             decimal = Decimal(text)
             factor = self._factor or self._guess(int(decimal))
             return self._in_range(int((decimal * factor).to_integral_value()))
-        instant = moment(text)
+        instant = self._instant(text)
         if instant is not None and not self.midnight:
             self.midnight = len(text) <= len("2024-05-10")
         return instant
+
+    def _instant(self, text: str) -> int | None:
+        """Return the ns since 1970 of a date and time; without a zone by `zone`."""
+        parsed = _parsed(text)
+        if parsed is None or parsed[0].tzinfo is not None:
+            return _since_1970(parsed)
+        self.local, (local, fraction), zone = text, parsed, self.zone or UTC
+        time = _since_1970((local.replace(tzinfo=zone), fraction))
+        later = _since_1970((local.replace(tzinfo=zone, fold=1), fraction))
+        if time is None or later is None:
+            return None
+        before = time if self._before is None else self._before
+        if later > time:
+            self.repeated += 1
+            time = later if abs(later - before) < abs(time - before) else time
+        elif self.zone is None and before - time >= _BACK:
+            self._steps_back += 1
+            if _HOUR - _BACK < before - time <= _HOUR:
+                self.set_back.append(text)
+        self._before = time
+        return time
+
+    @property
+    def clock_change(self) -> str:
+        """The sign that clocks were set back amid texts without a zone; empty: nothing."""
+        if not self.set_back or len(self.set_back) < self._steps_back:
+            return ""
+        return (
+            f"times go back by an hour at {self.set_back[0]!r}, as at a clock "
+            "change: tz=ZONE, such as tz=Europe/Berlin, tells the two hours apart"
+        )
+
+    def zone_notes(self) -> Iterator[str]:
+        """Yield the notes on texts without a zone, and on a zone that changes nothing."""
+        if self.zone is None and self.local:
+            change = self.clock_change or "tz=ZONE says otherwise"
+            yield f"times in {self.name!r} without a zone are read as UTC: {change}"
+        elif self.zone is not None and not self.local:
+            yield f"tz={self.zone} changes nothing: no time in {self.name!r} is without a zone"
+        if self.repeated:
+            yield (
+                f"times of an hour that came twice in {self.zone}, told apart by the order of "
+                f"rows: {self.repeated:,}"
+            )
 
     def _guess(self, integer: int) -> int:
         size = next((unit for least, unit in _SIZES if abs(integer) >= least), None)
@@ -238,6 +297,28 @@ class Clock:
         return time if -INT64_LIMIT < time < INT64_LIMIT else None
 
 
+def zone_of(name: str | None) -> tzinfo | None:
+    """Return the time zone of a name such as `Europe/Berlin`; None for None.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name is None:
+        return None
+    from zoneinfo import ZoneInfo  # noqa: PLC0415 - for few files
+
+    try:
+        return ZoneInfo(name)
+    except (ValueError, OSError, KeyError) as error:
+        msg = f"'tz' must be a time zone such as Europe/Berlin (got {name!r})"
+        raise ValueError(msg) from error
+
+
+def is_zone(_instance: Any, _attribute: Any, name: str) -> None:
+    """Raise ValueError if there is no time zone of this name, as a validator of an option."""
+    zone_of(name)
+
+
 def has_fraction(value: Any) -> bool:
     """Return True if a time is a number, perhaps as a text, that is not whole: 1.5, not 1.0."""
     if type(value) is float:
@@ -248,15 +329,15 @@ def has_fraction(value: Any) -> bool:
     return number != number.to_integral_value()
 
 
-def _joined(date: Any, time: Any) -> int | None:
-    """Return the ns since 1970 of a date and a time of day in two texts; None for others."""
+def _joined(date: Any, time: Any) -> str:
+    """Return a date and a time of day in two texts as one; an empty text for others."""
     if type(date) is not str or type(time) is not str:
-        return None
+        return ""
     day, hour = re.fullmatch(_DATE, date.strip()), re.fullmatch(_TIME_OF_DAY, time.strip())
     if day is None or hour is None:
-        return None
+        return ""
     minutes, *rest = hour.groups(default="")
-    return moment(f"{day[1]}T{minutes:0>5}{rest[0] or ':00'}{rest[1]}{rest[2]}")
+    return f"{day[1]}T{minutes:0>5}{rest[0] or ':00'}{rest[1]}{rest[2]}"
 
 
 def moment(text: str) -> int | None:
@@ -264,18 +345,29 @@ def moment(text: str) -> int | None:
 
     Without a time zone it is UTC. The fraction counts to the nanosecond.
     """
+    return _since_1970(_parsed(text))
+
+
+def _parsed(text: str) -> tuple[datetime, int] | None:
+    """Return a date and time, whose zone is that of the text, and the ns of its second."""
     match = re.fullmatch(_MOMENT, text)
     with suppress(ValueError, OverflowError):
         if match is None:
-            parsed, fraction = datetime.fromisoformat(text), 0
-            fraction = parsed.microsecond * UNITS["us"]
-        else:
-            date, part, zone = match.groups()
-            zone = "+00:00" if zone is None or zone.isalpha() else zone
-            parsed = datetime.fromisoformat(date + zone)
-            fraction = int((part or "0")[:_DIGITS].ljust(_DIGITS, "0"))
-        parsed = parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
-        since = parsed - _EPOCH
+            parsed = datetime.fromisoformat(text)
+            return parsed, parsed.microsecond * UNITS["us"]
+        date, part, zone = match.groups(default="")
+        parsed = datetime.fromisoformat(date + ("+00:00" if zone.isalpha() else zone))
+        return parsed, int((part or "0")[:_DIGITS].ljust(_DIGITS, "0"))
+    return None
+
+
+def _since_1970(parsed: tuple[datetime, int] | None) -> int | None:
+    """Return the ns since 1970 of what `_parsed` returns; of a time without a zone in UTC."""
+    if parsed is None:
+        return None
+    time, fraction = parsed
+    with suppress(OverflowError):
+        since = (time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH
         return (since.days * 86_400 + since.seconds) * NS_PER_S + fraction
     return None
 
@@ -341,6 +433,7 @@ class TimeOrder:
             clock: what has read the times.
         """
         name, notes = clock.name, [clock.guess] if clock.guess else []
+        notes += clock.zone_notes()
         if clock.date is not None:
             notes.append(f"times are {clock.date!r} and {name!r} together")
         if clock.midnight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -66,6 +66,13 @@ class Recording(FromFiles):
             case {"name": str(name)}:
                 return name
         return None
+
+    @property
+    def served_router(self) -> tuple[str, Any] | None:
+        """Name and options of the router of a proxy's trace."""
+        header = self._recorded.header
+        record = header.plugins.get("router") if header.mode == "wall" else None
+        return None if record is None else (record.name, record.options)
 
     @property
     def digest(self) -> str:

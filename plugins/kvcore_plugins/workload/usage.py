@@ -15,6 +15,11 @@ from kvcore_plugins.workload.rows import Row
 USAGE_FIELDS = ("usage", "usageMetadata", "usage_metadata", "usage_details", "usageDetails")
 """Fields of an answer, or of a row, that hold the reported tokens."""
 
+UNKNOWN_PROMPTS = (
+    "prompts are not known, so nothing hits: times, GPUs and bills are an upper bound"
+)
+"""The note on a file without prompts."""
+
 _OPEN_TELEMETRY = ("gen_ai.usage.", "llm.token_count.", "llm.usage.")
 _SIGNS = re.compile(r"[^a-z0-9.]")
 
@@ -141,6 +146,11 @@ class _Counts:
             return value
         expected = f"a whole number of tokens, from 0 to {_COUNT_LIMIT - 1}"
         raise self.row.error(field=self.spelled[name], expected=expected, got=value)
+
+
+def reported_note(ratio: float) -> str:
+    """Return the note on the share of its prompt tokens that a log reports as cached."""
+    return f"the log reports {ratio:.1%} of its prompt tokens as cached"
 
 
 def usage_of(*holders: Row) -> tuple[Usage | None, bool]:

@@ -59,7 +59,7 @@ def explain(
 def _classifier(header: events.Header) -> MissClassifier | ClusterMisses:
     """Return the classifier of a trace: of one server, or of a cluster."""
     if (header.cache_groups or header.layer_pools) and header.replicas:
-        violated("misses of hybrid models are explained for one replica: give --replica N")
+        violated("misses of hybrid models are explained for one replica: give replica")
     if header.replicas:
         return ClusterMisses(header)
     return server_misses(header)

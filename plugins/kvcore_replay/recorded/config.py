@@ -96,6 +96,13 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
         if kind in (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
     }
     deployment = deployment_options(header)
+    for name, value in deployment.items():
+        if isinstance(value, dict):
+            msg = (
+                f"{file}: its {name} has other fields than those of this version: an older one "
+                "wrote it. Run it with that one, or simulate its requests: kvcore simulate FILE"
+            )
+            raise InputError(msg)
     if "codec" in deployment:
         _check_codec(file, deployment["codec"], plugins)
     caps = dict(header.get("batching", {}))
@@ -217,7 +224,7 @@ def redeployed_latency(file: Path, header: Mapping[str, Any], plugins: Plugins) 
     if not {"model", "device"} <= known:
         msg = (
             f"{file} was recorded with latency model {name!r}, whose times are the same on "
-            "every device: name another one too, such as --latency roofline"
+            "every device: give another latency too, such as roofline"
         )
         raise InputError(msg)
     return Spec(name, _texts({key: options[key] for key in options.keys() - set(DEPLOYED)}))
@@ -297,7 +304,7 @@ def _refuse_paths(file: Path, cls: type[Plugin], options: Mapping[str, Any]) -> 
             kind, name = cls.kind, cls.name
             msg = (
                 f"{file} was recorded with {kind} plugin {name!r} and its {key}={value!r}: no "
-                f"file is opened because a trace names it. Name it yourself: --{kind} "
+                f"file is opened because a trace names it. Name it yourself: {kind} "
                 f"{name}:{key}=FILE"
             )
             raise InputError(msg)

@@ -132,7 +132,7 @@ class RecordedParts(RunParts):
             msg = (
                 f"{self._file}: latency model {latency.name!r} had other coefficients when "
                 "this was recorded, by another version of it. Give "
-                f"one: --latency {latency.name}"
+                f"latency {latency.name}, as it is now, or another one"
             )
             raise InputError(msg)
         if "retention" in self._changed and "latency" not in self._changed:
@@ -225,7 +225,7 @@ class RecordedParts(RunParts):
             if missing:
                 msg = (
                     f"{self._file}: the header says nothing of the {missing[0]}, so another "
-                    "deployment cannot take its place; a pool of another size can: --blocks N"
+                    "deployment cannot take its place; a pool of another size can: give blocks"
                 )
                 raise InputError(msg)
         resized = "memory" in changes or "block_size" in changes or self.redeployed
@@ -286,7 +286,7 @@ class RecordedParts(RunParts):
         if not blocks:
             msg = (
                 f"{self._file}: a pool of {recorded} blocks of {size} tokens is less than a "
-                f"block of {block_size}; give the blocks too: --blocks N"
+                f"block of {block_size}; give blocks too"
             )
             raise InputError(msg)
         return blocks

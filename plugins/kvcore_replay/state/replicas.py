@@ -168,7 +168,7 @@ class ServerReader(TraceReader):
                 yield from self._of_replica(header, lines)  # type: ignore[arg-type]
                 continue
             if self._replica is not None:
-                msg = f"{self.file} is the trace of one server: leave --replica out"
+                msg = f"{self.file} is the trace of one server: leave replica out"
                 raise InputError(msg)
             yield header
             yield from lines
@@ -182,8 +182,8 @@ class ServerReader(TraceReader):
         replica, life = self._replica, self._life
         last = len(replicas.headers) - 1
         if replica is None or replica > last:
-            several = f"{last + 1} replicas: say which one, --replica 0 to --replica {last}"
-            which = several if last else "1 replica: give --replica 0"
+            several = f"{last + 1} replicas: say which one, replica 0 to {last}"
+            which = several if last else "1 replica: give replica 0"
             msg = f"{self.file} is the trace of {which}"
             raise InputError(msg)
         yield replicas.headers[replica]
@@ -198,8 +198,8 @@ class ServerReader(TraceReader):
             if mine and life is None and event.event == "RETURN" and current > 1:
                 msg = (
                     f"{self.file}: replica {replica} had lost all when it returned at "
-                    f"{event.t / NS_PER_S:g} s: give --replica {replica}:1 for what was before "
-                    f"that, and --replica {replica}:2 for what followed"
+                    f"{event.t / NS_PER_S:g} s: give replica {replica}:1 for what was before "
+                    f"that, and {replica}:2 for what followed"
                 )
                 raise InputError(msg)
             if life not in (None, current):

@@ -53,7 +53,8 @@ def test_time_never_decreases(now):
     cache = make(8)
     seq = cache.open(ask("ab"), now=5)
     for call in (cache.commit, cache.extend, cache.rollback):
-        with pytest.raises(InputError, match=r"never decreases: .* after 5"):
+        says = rf"request {seq.request.id} has the time {now!r}, the one before 5: time"
+        with pytest.raises(InputError, match=says):
             call(seq, 1, now)
     for call in (cache.close, cache.fork):
         with pytest.raises(InputError, match=r"never decreases"):
@@ -189,6 +190,20 @@ def test_a_request_without_room_is_told_what_there_is(reserve, evictable):
     reason = rf"needs 6 more blocks; 3 of 6 are free and {evictable} can be evicted"
     with pytest.raises(OutOfBlocks, match=reason):
         cache.open(ask("abmnopqr"), reserve=reserve)
+
+
+def test_a_request_larger_than_the_pool_is_told_that_it_never_fits():
+    """A sequence larger than the pool is told so, at admission and later; no other one is."""
+    cache = make(6)
+    with pytest.raises(OutOfBlocks, match="can be evicted: 7 in all never fit, make"):
+        cache.open(ask("abcdefg"))
+    with pytest.raises(OutOfBlocks, match="evicted: 7 in all never fit"):
+        cache.open(ask("abcd"), reserve=3)
+    seq = cache.open(ask("abcd"))
+    with pytest.raises(OutOfBlocks, match="evicted: 7 in all never fit"):
+        cache.extend(seq, 3 * BLOCK)
+    with pytest.raises(OutOfBlocks, match=r"can be evicted$"):
+        cache.open(ask("vwxyz"))
 
 
 def test_a_refused_request_is_in_the_trace():

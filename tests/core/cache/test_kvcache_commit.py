@@ -105,7 +105,7 @@ def test_commit_of_negative_tokens_is_refused():
 
 
 def test_a_closed_sequence_is_refused():
-    """Every call that changes a closed sequence raises InputError."""
+    """Every call that changes or reads a closed sequence raises InputError."""
     cache = make()
     seq = start(cache, "ab")
     cache.close(seq)
@@ -115,6 +115,8 @@ def test_a_closed_sequence_is_refused():
         lambda: cache.close(seq),
         lambda: cache.fork(seq),
         lambda: cache.rollback(seq, 1),
+        lambda: cache.block_table(seq),
+        lambda: cache.append_keys(seq, (1,)),
     ]
     for call in calls:
         with pytest.raises(InputError, match="is closed"):

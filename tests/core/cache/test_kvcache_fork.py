@@ -17,9 +17,10 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import InputError, OutOfBlocks
+from kvcore import InputError, OutOfBlocks, Request, Trace
 from kvcore.request import text_request
 from kvcore_plugins.prefix import NoPrefix
+from kvcore_replay.check.trace import check_trace
 
 HALF = BLOCK // 2
 
@@ -112,6 +113,66 @@ def test_on_copy_is_called_once_for_each_copy():
     for writer in (child, third, seq):
         cache.extend(writer, BLOCK)
     assert copies == [(1, 2), (1, 4)]
+
+
+def failing_once(error):
+    """Return a callback that raises `error` when it is called first."""
+    errors = [error]
+
+    def called(*_):
+        if errors:
+            raise errors.pop()
+
+    return called
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), KeyboardInterrupt()])
+def test_a_copy_that_fails_can_be_repeated(tmp_path, error):
+    """If `on_copy` raises, the sequence is as before: the call repeated copies and is traced.
+
+    Blocks that it has evicted are free, and are allocated in the same order.
+    """
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = make(4, trace=trace)
+        other, request = (
+            Request(id=name, prompt_tokens=tokens, keys=keys, key_tokens=BLOCK)
+            for name, tokens, keys in [("x", 3 * BLOCK, (7, 8, 9)), ("a", BLOCK + HALF, (1,))]
+        )
+        cache.close(compute(cache, cache.open(other)))
+        seq = compute(cache, cache.open(request))
+        child = cache.fork(seq)
+        cache.on_copy = failing_once(error)
+        before = table(cache, child), child.tokens
+        with pytest.raises(type(error)) as caught:
+            cache.extend(child, BLOCK)
+        assert caught.value is error
+        assert (table(cache, child), child.tokens) == before
+        cache.check_integrity()
+        free = cache.pool.free_blocks
+        copies = []
+        cache.on_copy = lambda *copy: copies.append(copy)
+        cache.extend(child, BLOCK)
+        assert copies == [(before[0][-1], table(cache, child)[1])]
+        assert cache.pool.free_blocks == free - 2
+        cache.check_integrity()
+        for each in (seq, child):
+            cache.close(each)
+    check_trace(path)
+
+
+def test_a_fork_that_fails_can_be_repeated(cache, snapshot):
+    """If `on_fork` raises, there is no child, and nothing has changed."""
+    seq = start(cache, "ab", BLOCK + HALF)
+    before = snapshot(cache)
+    cache.on_fork = failing_once(MemoryError("no memory"))
+    with pytest.raises(MemoryError, match="no memory"):
+        cache.fork(seq)
+    assert snapshot(cache) == before
+    assert [*cache.sequences.values()] == [seq]
+    child = cache.fork(seq)
+    assert child.id == seq.id + 1
+    cache.check_integrity()
 
 
 def test_a_private_block_is_freed_with_its_last_owner():
@@ -309,7 +370,7 @@ def test_blocks_without_keys_get_no_more_of_them(accounting, publish):
     cache = make(12, accounting=accounting)
     prompt = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=publish)
     seq = compute(cache, cache.open(prompt))
-    with pytest.raises(InputError, match="request 1 publishes no output: its blocks get no"):
+    with pytest.raises(InputError, match=r"request 1 publishes no output: .* publish=True"):
         cache.append_keys(seq, ["more"])
     assert len(seq.keys) == len(prompt.keys) == 1
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from asyncio import CancelledError
 from copy import copy
 
 import attrs
@@ -92,6 +93,7 @@ def assert_poisoned(cache, error, *sequences):
             lambda seq=seq: cache.fork(seq),
             lambda seq=seq: cache.rollback(seq, 0),
             lambda seq=seq: cache.close(seq),
+            lambda seq=seq: cache.block_table(seq),
             lambda seq=seq: cache.reserve(seq, 0),
             lambda seq=seq: cache.grow([(0, seq)]),
             lambda: cache.free_ahead(1, "other", 0),
@@ -199,21 +201,22 @@ def test_sys_exit_in_a_policy_makes_the_cache_unusable():
     assert_poisoned(cache, caught.value)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CancelledError])
 @pytest.mark.parametrize("method", ["on_miss", "victim", "on_pin"])
-def test_an_interrupt_in_a_policy_makes_the_cache_unusable(method):
-    """KeyboardInterrupt in a policy passes unchanged; later calls raise PolicyError."""
+def test_an_interrupt_in_a_policy_makes_the_cache_unusable(method, error):
+    """An error that is no failure of a policy passes unchanged; later calls are refused."""
 
     def interrupted(called):
         if called == method:
-            raise KeyboardInterrupt
+            raise error
 
     cache = full()
     cache.eviction.fails = interrupted
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(error) as caught:
         cache.open(ask("abcd!"))
     assert caught.value.__cause__ is None
     cache.eviction.fails = fail_in()
-    with pytest.raises(PolicyError, match=rf"{NAME} raised KeyboardInterrupt in {method}"):
+    with pytest.raises(PolicyError, match=rf"{NAME} raised {error.__name__} in {method}"):
         cache.check_integrity()
 
 

@@ -1,5 +1,6 @@
 """Retention: blocks that leave the table of a running sequence are freed or only hidden."""
 
+from re import escape
 from types import SimpleNamespace
 
 import pytest
@@ -117,7 +118,7 @@ def test_holes_are_the_runs_of_the_blocks_that_were_dropped(calls):
     seq, dropped = SimpleNamespace(holes=(), computed=104, span=layout), set()
     for ranges in calls:
         wanted = {b for first, end in ranges for b in range(-(-first // BLOCK), end // BLOCK)}
-        new = new_holes(seq, ranges)
+        new = new_holes(RetentionPolicy(), seq, ranges)
         assert all(first < end for first, end in new)
         assert [b for hole in new for b in range(*hole)] == sorted(wanted - dropped)
         dropped |= wanted
@@ -203,19 +204,27 @@ def test_a_rollback_to_before_a_dropped_range_is_refused():
     assert cache.pool.free_blocks == 8
 
 
-@pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,), (0.0, 4.0)])
-def test_a_wrong_range_of_droppable_drops_nothing(ranges):
-    """A wrong range of `droppable` raises PolicyError with the plugin, and drops nothing."""
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        *[([(-1, 4)], "(-1, 4)"), ([(0, 99)], "(0, 99)"), ([(8, 4)], "(8, 4)")],
+        *[(["ab"], "'ab'"), ([(1,)], "(1,)"), ([(0.0, 4.0)], "(0.0, 4.0)")],
+        *[(None, "None"), ((0, 4), "0")],
+    ],
+)
+def test_a_wrong_range_of_droppable_drops_nothing(answer, shown):
+    """A wrong range of `droppable` raises PolicyError with plugin and range; nothing drops."""
 
     class Wrong(Ranges):
         name = "wrong"
 
         def droppable(self, seq):
-            return [ranges]
+            return answer
 
     cache = make(retention=Wrong())
     seq = cache.open(Request(id=0, prompt_tokens=8, key_tokens=BLOCK))
-    with pytest.raises(PolicyError, match=r"retention plugin 'wrong'.* raised .*droppable"):
+    says = rf"plugin 'wrong' .* answered droppable\(\) with {escape(shown)}: give .* 8,"
+    with pytest.raises(PolicyError, match=says):
         cache.commit(seq, 8)
     assert (seq.holes, cache.pool.free_blocks) == ((), 6)
 

@@ -162,3 +162,61 @@ def test_each_batch_of_a_replay_lets_its_reader_end(answer):
     sequencer = BatchSequencer(0, lambda _: (batch for batch in answer))
     sequencer._advance(2, b"a digest")
     assert list(islice(sequencer.catch_up(), 9)) == [None] * 9
+
+
+READER = st.lists(
+    st.sampled_from(["sent", "sent", "sent", "lost", "restart", "read", "read", "read all"]),
+    max_size=80,
+)
+
+
+def read_late(steps, publisher):
+    """Return the items of a listener that reads live batches late, and the batches it read."""
+    waiting, read, items = [], [], []
+    sequencer = BatchSequencer(0, publisher.replay)
+
+    def read_next():
+        batch = waiting[0]
+        if batch is None:
+            sequencer.mark_disconnected()
+        else:
+            read.append(batch[1])
+            items.extend(filter(None, sequencer.receive(*batch)))
+        waiting.pop(0)
+
+    for step in [*steps, "read all"]:
+        if step == "restart":
+            publisher.restart()
+            waiting.append(None)
+        elif step in ("sent", "lost"):
+            batch = publisher.publish()
+            if step == "sent":
+                waiting.append(batch)
+        else:
+            for _ in range(len(waiting) if step == "read all" else min(1, len(waiting))):
+                read_next()
+    return items, read
+
+
+@given(steps=READER, keeps=st.integers(1, 8))
+@settings(max_examples=500)
+def test_a_late_reader_gets_each_batch_once(steps, keeps):
+    """However late live batches are read: all are delivered, each once, in order.
+
+    So none of them is told as lost, nor a restart that was none.
+    """
+    items, read = read_late(steps, Publisher(keeps))
+    delivered = [item.payload for item in items if isinstance(item, Delivery)]
+    assert delivered == sorted(set(delivered), key=lambda text: [*map(int, text.split(b"/"))])
+    assert set(read) <= set(delivered)
+    assert len(lives(items)) <= 1 + steps.count("restart")
+
+
+@given(steps=READER)
+@settings(max_examples=300)
+def test_a_late_reader_misses_only_what_nobody_keeps(steps):
+    """However late live batches are read: if the publisher keeps all, none is missing."""
+    steps = [step for step in steps if step != "restart"]
+    items, _ = read_late([*steps, "sent"], Publisher(keeps=100))
+    assert [item.sequence for item in items] == list(range(len(items)))
+    assert not [item for item in items if isinstance(item, Gap)]

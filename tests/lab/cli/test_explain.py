@@ -73,7 +73,7 @@ def test_requests_without_keys_have_a_reason_and_no_hits(tmp_path, asked, words)
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         + "".join(f"2023-11-16 18:17:0{second}.0,374,44\n" for second in range(5))
     )
-    shown = " ".join(run(path, asked, "--blocks", 99).split())
+    shown = " ".join(run_here("explain", path, asked, "--blocks", 99).stdout.split())
     assert f"{words}: there is nothing to look up. --accounting tokens counts" in shown
     assert "0 hit" not in shown
 

@@ -10,6 +10,8 @@ pytest.importorskip("torch", reason="runs compute on torch")
 
 SMALL = ("--prompt-tokens", 64, "--tokens", 4, "--texts", 1, "--needles", 2, "--codec", "fp32")
 
+POLICIES = ("h2o", "snapkv", "window", "random")
+
 quality_output = partial(stdout_of, "quality", *SMALL)
 
 
@@ -28,6 +30,23 @@ def test_the_table_has_a_row_for_each_policy_and_budget():
     assert "needles" in lines[header]
     assert "Least divergence: " in text
     assert "Needles: 2 questions announced about each of 1 prompt" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ("--codec fp32,int8", {("full", "fp32"), ("full", "int8")}),
+        ("--retention window --budget 0.5", {("full", "fp16"), ("window", "fp16")}),
+        ("--codec fp32 --budget 0.5", {("full", "fp32")} | {(p, "fp32") for p in POLICIES}),
+    ],
+)
+def test_what_is_not_asked_for_is_not_measured(options, rows):
+    """Codecs alone are measured without policies, unless there are budgets for them.
+
+    Policies alone are measured in one codec.
+    """
+    document = json.loads(stdout_of("quality", *SMALL[:-2], *options.split(), "--json"))
+    assert {(row["retention"], row["codec"]) for row in document["rows"]} == rows
 
 
 def test_budgets_that_hold_all_tokens_have_a_sentence():

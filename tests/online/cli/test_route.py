@@ -55,10 +55,16 @@ def test_the_trace_is_complete_after_sigterm(tmp_path):
             await until(lambda: any(server.calls for server in servers))
             ending = asyncio.create_task(program.stop())
             await until(lambda: b"ending" in program.stderr)
+            async with aiohttp.ClientSession(program.url) as client:
+                async with client.get("/health") as answer:
+                    assert (answer.status, "unavailable" in await answer.text()) == (503, True)
+                async with client.post("/v1/completions", json=prompt()) as answer:
+                    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             for each in servers:
                 each.gate.set()
             assert "one two three" in await asked
             assert await ending == 0
+            assert program.stderr.endswith(b"kvcore: ended\n")
 
     asyncio.run(scene())
     (request,) = TraceWorkload(path)
@@ -68,17 +74,29 @@ def test_the_trace_is_complete_after_sigterm(tmp_path):
     assert "a proxy has written this trace" in run_here("replay", path).stderr
 
 
-def test_the_trace_is_complete_after_sighup(tmp_path):
-    """A closed terminal ends the proxy as SIGTERM does: with a complete trace."""
+def test_sighup_and_a_restart_begin_the_next_trace(tmp_path):
+    """At SIGHUP the trace is complete, and another one begins; so it does after a restart."""
     path = tmp_path / "day.jsonl"
 
     async def scene():
         async with routing("--trace", path) as (program, _):
             await ask(program.url)
-            assert await program.stop(signal.SIGHUP) == 0
+            program.process.send_signal(signal.SIGHUP)
+            await until(path.exists)
+            await ask(program.url)
+            assert await program.stop() == 0
+            await program.start()
+            await ask(program.url)
+            assert await program.stop() == 0
 
     asyncio.run(scene())
-    assert len(list(TraceWorkload(path))) == 1
+    files = sorted(tmp_path.glob("day*"))
+    assert [file.name for file in files] == [
+        "day-000001.jsonl",
+        "day-000002.jsonl",
+        "day.jsonl",
+    ]
+    assert [len(list(TraceWorkload(file))) for file in files] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("files", [(40, 40), (64, 64), (64, 400)])

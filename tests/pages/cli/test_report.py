@@ -633,6 +633,21 @@ def test_the_section_of_a_saturated_run_begins_with_a_warning(tmp_path):
     assert first["text"].startswith("SATURATED: mooncake asks for")
 
 
+@pytest.mark.parametrize("verb", [("simulate",), ("compare", "--blocks", 9), ("curve",)])
+def test_notes_of_a_workload_are_shown(tmp_path, verb):
+    """The notes of a workload on its rows stand in the section of each result of it."""
+    rows = ["time,prompt,output", "1,40,4", "5,40,4"]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    verb, *options = verb
+    run = run_here(verb, "rows.csv", *options, "--json", cwd=tmp_path)
+    document = json.loads(run.stdout)
+    (tmp_path / "run.json").write_text(run.stdout)
+    (section,) = reported(tmp_path, "run.json")["sections"]
+    told = [part["text"] for part in section["parts"] if part["kind"] == "notice"]
+    assert document["notes"]
+    assert told == document["notes"]
+
+
 def test_strings_of_results_are_no_markup(results, tmp_path):
     """Strings of results and the title are data on the page, never HTML."""
     document = json.loads((results / "compare.json").read_bytes())

@@ -71,7 +71,9 @@ def test_tables_and_charts_are_those_of_the_data(light, page):
     cells = """[...document.querySelectorAll("main section table")].filter(
         (table) => !table.closest("details")).map((table) => [...table.tBodies[0].rows].map(
         (row) => [...row.cells].map((cell) => cell.textContent)))"""
-    assert shown.evaluate(cells) == [part["rows"] for part in parts if part["kind"] == "table"]
+    assert shown.evaluate(cells) == [
+        part["rows"] for part in parts if part["kind"] == "table" and not part.get("folded")
+    ]
     lines = """[...document.querySelectorAll(".chart")].map((chart) => chart.data.map(
         (trace) => [...(trace.type === "bar" ? trace.x : trace.y)]))"""
     charts = [part for part in parts if part["kind"] in ("chart", "bars")]
@@ -85,6 +87,25 @@ def test_tables_and_charts_are_those_of_the_data(light, page):
     named = '[...document.querySelectorAll("[role=img]")].map((each) => each.ariaLabel)'
     assert shown.evaluate(named) == labels
     assert shown.locator("figure details table").count() == len(charts)
+
+
+def test_the_page_begins_with_the_answers(light):
+    """The share in time, the cost and the fleet to take stand before all else."""
+    first = light.page.locator("main > .first.answer")
+    told = first.text_content()
+    assert "of the requests were served within the SLO" in told
+    assert "Cost: $" in told
+    assert "Take 1 replica on 1 x h100" in told
+    before = """document.querySelector(".first.answer").compareDocumentPosition(
+        document.querySelector("nav"))"""
+    assert light.page.evaluate(before) == 4  # Node.DOCUMENT_POSITION_FOLLOWING
+
+
+def test_settings_are_folded(light):
+    """All settings of a run are there, and open when they are asked for."""
+    folded = light.page.locator("section > details:has(summary:text-is('All settings'))")
+    assert folded.count() == 2
+    assert not folded.first.locator("table").is_visible()
 
 
 def test_markup_in_results_stays_text(light):

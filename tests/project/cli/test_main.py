@@ -278,9 +278,17 @@ def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+SIGNALS = pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [
+        ("SIGINT", 130, "interrupted"),
+        ("SIGTERM", 143, "terminated"),
+        ("SIGHUP", 143, "terminated"),
+    ],
 )
+
+
+@SIGNALS
 def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code, word):
     """A signal is not lost in a module that catches all exceptions on import, as torch does."""
     (tmp_path / "swallows.py").write_text(
@@ -295,9 +303,7 @@ def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code,
     assert (done.returncode, done.stderr) == (code, f"kvcore: {word}\n")
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
-)
+@SIGNALS
 def test_a_signal_that_code_in_c_clears_is_not_lost(number, code, word):
     """A signal whose exception code in C clears ends the verb all the same, and once."""
     done = ended(CLEARED_IN_C, "talk", number)

@@ -87,3 +87,12 @@ def test_what_reads_requests_takes_the_trace_of_a_proxy(path, tmp_path, verb):
     name, *options = [out if word == "OUT" else word for word in verb]
     found = run_here(name, path, *options)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("named", ["", "trace:"])
+def test_a_simulation_with_another_router_than_the_recorded_one_says_so(path, named):
+    """A trace of a proxy names its router; a run by another one tells how to have that."""
+    other = run_here("simulate", f"{named}{path}", "--replicas", "2", "--router", "lmetric")
+    assert "recorded with another router: '--router round-robin' routes as then" in other.stderr
+    same = run_here("simulate", f"{named}{path}", "--replicas", "2", "--limit", "2")
+    assert "another router" not in same.stderr
