@@ -255,7 +255,7 @@ def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts(hit):
 
 
 def test_prefetched_blocks_that_have_left_are_no_hits():
-    """What was loaded ahead, and evicted before its request came, is not hit."""
+    """Blocks that were loaded ahead, and evicted before their request came, are not hit."""
     tiers, request = ahead(Hints(prefetch=1))
     load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0)
     tiers.finish(load, load.ready)
