@@ -284,8 +284,9 @@ class RecordingPolicy(EvictionPolicy):
 
     `victim` raises AssertionError, which the cache turns into PolicyError, if two calls return
     different spans, or a span that is no unpinned leaf of the cache. A callback does if it
-    sets `span.expires` and the policy does not declare `expires_spans`. Errors name the
-    wrapped policy: the instance has a class with the names of that policy's class.
+    sets `span.expires` and the policy does not declare `expires_spans`, and `attach` if the
+    policy does not know the size of the pool then. Errors name the wrapped policy: the
+    instance has a class with the names of that policy's class.
 
     Args:
         policy: the wrapped policy.
@@ -321,8 +322,13 @@ class RecordingPolicy(EvictionPolicy):
     def attach(self, blocks: int, block_size: int) -> None:
         """Attach the policy."""
         super().attach(blocks, block_size)
-        self.policy.one_path = self.one_path
-        self.policy.attach(blocks, block_size)
+        policy = self.policy
+        policy.one_path = self.one_path
+        policy.attach(blocks, block_size)
+        assert (policy.blocks, policy.block_size) == (blocks, block_size), (
+            f"its pool has {policy.blocks} blocks of {policy.block_size} tokens, the cache "
+            f"{blocks} of {block_size}: let attach() call super().attach(blocks, block_size)"
+        )
 
     on_insert = _forwarded("on_insert")
     on_access = _forwarded("on_access")
