@@ -298,7 +298,9 @@ class TierStoreTests:
                     if random.random() < 0.3:  # noqa: PLR2004
                         store.drop(slots)
                         gone = [stored.pop(slot) for slot in slots if slot in stored]
-                        assert not any(_read(store, [block]) for block in gone)
+                        assert not any(_read(store, [block]) for block in gone), (
+                            "a block was read after drop() of its slot"
+                        )
                     else:
                         blocks = [
                             attrs.evolve(_path(1, text=serial + n)[0], slot=slot)
@@ -364,8 +366,11 @@ def _check_read(
 
 def _check_same(recovered: list[StoredBlock], kept: list[StoredBlock]) -> None:
     """Check that two lists have the same blocks, each once; their slots may differ."""
-    assert len({block.slot for block in recovered}) == len(recovered)
-    assert _texts(recovered) == _texts(kept)
+    assert len({block.slot for block in recovered}) == len(recovered), "a slot has two blocks"
+    assert _texts(recovered) == _texts(kept), (
+        "recover() must give the blocks that the last store had, and none that were dropped, "
+        "overwritten or of another model (none at all unless the kit says survives = True)"
+    )
 
 
 def _texts(blocks: list[StoredBlock]) -> set[tuple[Any, ...]]:
