@@ -261,7 +261,11 @@ def test_spans_have_the_keys_of_their_path():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)), max_size=30)
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)),
+        min_size=15,
+        max_size=30,
+    )
 )
 def test_paths_that_share_their_beginnings_have_all_keys(runs):
     """However paths leave one another, a span has the keys of its whole path."""

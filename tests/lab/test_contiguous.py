@@ -74,7 +74,7 @@ def test_adjacent_holes_are_merged(start, holes):
     assert space.holes == holes
 
 
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=60))
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=30, max_size=60))
 def test_pieces_and_holes_tile_the_space(turns):
     """After any allocations no slot is lost or allocated twice, and no two holes touch."""
     allocator, jobs = memory(25, 0), []

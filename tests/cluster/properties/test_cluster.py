@@ -155,7 +155,7 @@ def ask(path, size=4):
     )  # fmt: skip
 
 
-@given(st.lists(st.tuples(st.integers(0, 70), prompts), max_size=20), prompts)
+@given(st.lists(st.tuples(st.integers(0, 70), prompts), min_size=10, max_size=20), prompts)
 def test_holders_are_found_by_bisection(held, path):
     """`Holders.find` finds what a scan of every key of every replica finds."""
     index, slow = Holders(), {}
@@ -172,7 +172,9 @@ def test_holders_are_found_by_bisection(held, path):
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 40), st.integers(0, 3), prompts, st.booleans()), max_size=30
+        st.tuples(st.integers(0, 40), st.integers(0, 3), prompts, st.booleans()),
+        min_size=15,
+        max_size=30,
     ),
     st.sampled_from([None, 25, 100]),
     st.sampled_from([None, 1, 3, 8]),
@@ -217,7 +219,9 @@ def _drop_oldest(last, sent):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), prompts), max_size=12), st.integers(0, 20), prompts
+    st.lists(st.tuples(st.integers(0, 9), prompts), min_size=6, max_size=12),
+    st.integers(0, 20),
+    prompts,
 )
 def test_events_are_visible_after_the_delay(stored, delay, path):
     """An event of a replica is visible from the delay after it on, and not before."""
