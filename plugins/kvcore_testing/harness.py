@@ -200,7 +200,7 @@ def request_lists(
     """Draw up to `most` requests, with ids and arrivals in order."""
     traffic = traffic or Traffic()
     waits = st.integers(0, traffic.longest_wait)
-    return _lists(st.tuples(requests(traffic), waits), most).map(_in_order)
+    return lists(st.tuples(requests(traffic), waits), most).map(_in_order)
 
 
 @st.composite
@@ -213,10 +213,11 @@ def step_lists(
     traffic: Traffic | None = None, *, most: int = 60
 ) -> st.SearchStrategy[list[Step]]:
     """Draw up to `most` steps, with ids in order. They shrink by dropping steps."""
-    return _lists(steps(traffic), most).map(numbered)
+    return lists(steps(traffic), most).map(numbered)
 
 
-def _lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[T]]:
+def lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[T]]:
+    """Draw lists of up to `most` elements, half of them of at least half of that."""
     # By itself hypothesis draws some five elements, too few to fill a cache.
     return st.lists(elements, max_size=most) | st.lists(
         elements, min_size=most // 2, max_size=most

@@ -6,12 +6,13 @@ import hypothesis.strategies as st
 from helpers.billing import entries_read, prefixes_read, request, requests
 from hypothesis import given
 
+from kvcore.testing.harness import lists
 from kvcore_replay.billing import Bill, PromptCache, bill, hit_charge
 from kvcore_replay.pricing import PriceModel
 
 GAPS = st.integers(0, 4)
-HITS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=6)
-ROWS = st.lists(st.tuples(GAPS, st.text("ab", max_size=9)), min_size=6, max_size=12).map(
+HITS = lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), 12)
+ROWS = lists(st.tuples(GAPS, st.text("ab", max_size=9)), 12).map(
     lambda rows: [
         (sum(gap for gap, _ in rows[: n + 1]), text) for n, (_, text) in enumerate(rows)
     ]
