@@ -131,7 +131,7 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         """Without `drifts` or `changes_at`, leaves have the same order of scores later on.
 
         A policy whose scores change by uses alone passes, and so does one whose scores all
-        change alike.
+        change by the same amount.
         """
         policy = self._working()
         if not isinstance(policy, ScoreEviction):

@@ -49,7 +49,7 @@ class TierStoreTests:
     Whatever the order of slots and calls, a block that is read is the one that was written
     last for the same chain, or is missing. If a store outlives its run (`survives`), a later
     store finds its blocks, and none of another model. The tests damage the bytes that
-    `pieces` yields; a store to whose slots nobody else can write says `unchecked = True`.
+    `pieces` yields; a kit whose slots are memory of the process says `unchecked = True`.
     """
 
     survives: ClassVar[bool] = False

@@ -87,7 +87,7 @@ def test_a_store_that_keeps_the_memory_of_its_caller_is_found(test):
 
 
 def test_bytes_that_nothing_damages_are_told():
-    """A kit without `pieces` fails, unless it says that nobody else can write to the slots."""
+    """A kit without `pieces` fails, unless it says that damage is not tested."""
 
     class Silent(TierTests):
         tier = Host
