@@ -195,8 +195,11 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 why = f"{shorten(repr(draft))}: give a Draft with a sequence of token ids"
                 raise wrong_answer(self.drafter, "drafts()", why)
             if len(draft.tokens) > sequence.most or any(t not in known for t in draft.tokens):
-                asked_for = f"drafts() of up to {sequence.most} tokens of {len(known)}"
-                raise wrong_answer(self.drafter, asked_for, f"{draft.tokens!r}")
+                why = (
+                    f"tokens {shorten(repr(draft.tokens))}: give at most {sequence.most}, "
+                    f"each an id from 0 to {len(known) - 1}"
+                )
+                raise wrong_answer(self.drafter, "drafts()", why)
             shape = [*getattr(draft.probabilities, "shape", ())]
             wanted = [len(draft.tokens), len(known)]
             if draft.tokens and draft.probabilities is not None and shape != wanted:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import attrs
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, ScoreEviction, Span
 from kvcore.plugins import resolve
 from kvcore.request import Request, Retention
 from kvcore_testing.harness import (
@@ -37,6 +37,10 @@ _OTHERS = Traffic(key_tokens=_KEY, most_keys=12, width=2)
 _SLACK = 128
 _MANY = 100
 _STAY, _AS_MUCH = 0.5, 0.9
+_TOKENS = (
+    "count in tokens (span.tokens, blocks * block_size), also what a ghost or a queue holds; "
+    "spans, keys and blocks are of other sizes in other pools"
+)
 
 
 class EvictionPolicyTests(PluginTests[EvictionPolicy]):
@@ -97,23 +101,67 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         assert once == again, "run again, after another policy, it decided otherwise"
 
     def test_victims_leave_in_the_order_it_declares(self, seed: int) -> None:
-        """With `fixed_order`, blocks evicted one at a time have the order of all at once."""
+        """With `fixed_order`, blocks evicted one at a time have the order of all at once.
+
+        Of a few leaves that were used often, and of many that were used once or twice.
+        """
         if not vars(type(self.make())).get("fixed_order"):
             pytest.skip("its class does not say that the order of victims is fixed")
-        orders = []
-        for at_once in (True, False):
-            driver = self._closed(seed)
-            tree, policy = driver.cache.tree, _recording(driver)
-            policy.evicted.clear()
-            blocks = tree.unpinned_blocks
-            if at_once:
-                tree.evict(blocks, "r", driver.now)
-            else:
-                for index in range(blocks):
-                    tree.evict(1, f"r{index}", driver.now + index * 10**12)
-            orders.append(policy.evicted[:])
-        assert orders[0] == orders[1], "one by one, other blocks left than at once"
-        assert orders[0], "nothing was evicted"
+        many = Traffic(key_tokens=_KEY, most_keys=2, width=_MANY)
+        for start in (self._closed, lambda seed: self._served(seed, many)):
+            orders = []
+            for at_once in (True, False):
+                driver = start(seed)
+                tree, policy = driver.cache.tree, _recording(driver)
+                policy.evicted.clear()
+                blocks = tree.unpinned_blocks
+                if at_once:
+                    tree.evict(blocks, 0, driver.now)
+                else:
+                    for index in range(blocks):
+                        tree.evict(1, index, driver.now + index * 10**12)
+                orders.append(policy.evicted[:])
+            assert orders[0] == orders[1], (
+                "one by one, at other times and for other requests, other blocks left than at "
+                "once: victim() must not read `now` or `requester`, or fixed_order is wrong"
+            )
+            assert orders[0], "nothing was evicted"
+
+    def test_scores_move_as_it_declares(self, seed: int) -> None:
+        """Without `drifts` or `changes_at`, leaves have the same order of scores later on.
+
+        A policy whose scores change by uses alone passes, and so does one whose scores all
+        change by the same amount.
+        """
+        policy = self._working()
+        if not isinstance(policy, ScoreEviction):
+            pytest.skip("keeps an order of its own: it is no ScoreEviction")
+        if policy.drifts or type(policy).changes_at is not ScoreEviction.changes_at:
+            pytest.skip("says that its scores change with time")
+        driver = self._served(seed, Traffic(key_tokens=_KEY, most_keys=2, width=8))
+        policy, now = cast("ScoreEviction", _recording(driver).policy), driver.now
+        leaves = [span for span in driver.cache.tree.spans() if span.is_leaf]
+        assert len(leaves) > 1, "there is one leaf: nothing to order"
+
+        def order(after: int) -> list[Span]:
+            return sorted(
+                leaves,
+                key=lambda span: (
+                    policy.score(span, now + after),
+                    span.released_order,
+                    span.id,
+                ),
+            )
+
+        first = order(0)
+        if order(0) != first:
+            pytest.skip("scores are not the same if they are computed twice")
+        for after in (10**3, 10**6, 10**9, 10**12):
+            assert order(after) == first, (
+                f"{after} ns later, its scores put the leaves in another order, but they are "
+                "kept from the last use: set drifts = True, or return the time of the next "
+                "change from changes_at(), or leave `now` out of score()"
+            )
 
     def test_victims_leave_in_the_order_of_their_releases(self, seed: int) -> None:
         """With `by_release`, the victim is the unpinned span that was released first."""
@@ -256,9 +304,9 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         requests = random_requests(seed, 150, Traffic(key_tokens=_KEY))
         coarse, fine = self.replay(requests), self.replay(requests, ratio=3)
         hits = [3 * (d.hit or 0) for d in coarse]
-        assert hits == [d.hit for d in fine], "smaller blocks changed what hit"
+        assert hits == [d.hit for d in fine], f"smaller blocks changed what hit: {_TOKENS}"
         evicted = [3 * [key] for d in coarse for _, key, _ in d.evicted]
-        assert evicted == _by_three(fine), "smaller blocks changed what was evicted"
+        assert evicted == _by_three(fine), f"smaller blocks changed what was evicted: {_TOKENS}"
 
     def test_forgets_evicted_spans(self) -> None:
         """Its references to evicted spans are bounded by the pool, not by the run."""
@@ -305,6 +353,14 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         driver.run(random_steps(seed, 200, _HINTS))
         for seq in [*driver.cache.sequences.values()]:
             driver.cache.close(seq, driver.now)
+        return driver
+
+    def _served(self, seed: int, traffic: Traffic) -> Driver:
+        """Return a driver after requests that were served one after the other."""
+        driver = self.driver(blocks=_MANY)
+        requests = random_requests(seed, 2 * _MANY, traffic)
+        replay(driver.cache, requests)
+        driver.now = requests[-1].arrival
         return driver
 
     def replay(

@@ -200,7 +200,7 @@ def request_lists(
     """Draw up to `most` requests, with ids and arrivals in order."""
     traffic = traffic or Traffic()
     waits = st.integers(0, traffic.longest_wait)
-    return _lists(st.tuples(requests(traffic), waits), most).map(_in_order)
+    return lists(st.tuples(requests(traffic), waits), most).map(_in_order)
 
 
 @st.composite
@@ -213,10 +213,11 @@ def step_lists(
     traffic: Traffic | None = None, *, most: int = 60
 ) -> st.SearchStrategy[list[Step]]:
     """Draw up to `most` steps, with ids in order. They shrink by dropping steps."""
-    return _lists(steps(traffic), most).map(numbered)
+    return lists(steps(traffic), most).map(numbered)
 
 
-def _lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[T]]:
+def lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[T]]:
+    """Draw lists of up to `most` elements, half of them of at least half of that."""
     # By itself hypothesis draws some five elements, too few to fill a cache.
     return st.lists(elements, max_size=most) | st.lists(
         elements, min_size=most // 2, max_size=most
@@ -284,8 +285,9 @@ class RecordingPolicy(EvictionPolicy):
 
     `victim` raises AssertionError, which the cache turns into PolicyError, if two calls return
     different spans, or a span that is no unpinned leaf of the cache. A callback does if it
-    sets `span.expires` and the policy does not declare `expires_spans`. Errors name the
-    wrapped policy: the instance has a class with the names of that policy's class.
+    sets `span.expires` and the policy does not declare `expires_spans`, and `attach` if the
+    policy does not know the size of the pool then. Errors name the wrapped policy: the
+    instance has a class with the names of that policy's class.
 
     Args:
         policy: the wrapped policy.
@@ -321,8 +323,13 @@ class RecordingPolicy(EvictionPolicy):
     def attach(self, blocks: int, block_size: int) -> None:
         """Attach the policy."""
         super().attach(blocks, block_size)
-        self.policy.one_path = self.one_path
-        self.policy.attach(blocks, block_size)
+        policy = self.policy
+        policy.one_path = self.one_path
+        policy.attach(blocks, block_size)
+        assert (policy.blocks, policy.block_size) == (blocks, block_size), (
+            f"its pool has {policy.blocks} blocks of {policy.block_size} tokens, the cache "
+            f"{blocks} of {block_size}: let attach() call super().attach(blocks, block_size)"
+        )
 
     on_insert = _forwarded("on_insert")
     on_access = _forwarded("on_access")

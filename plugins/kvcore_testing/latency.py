@@ -72,7 +72,12 @@ class LatencyModelTests(PluginTests[LatencyModel]):
                 a + sum(b * tokens for b, tokens in zip(slopes, work.context, strict=True))
                 for a, *slopes in model.pieces(work)
             ]
-            assert model.duration(work) == max(times), work
+            took = model.duration(work)
+            assert took == max(times), (
+                f"duration() is {took} ps, and the largest of pieces() {max(times)} ps, of one "
+                f"{work}: both must follow from the work alone, by no chance, clock or count "
+                "of calls"
+            )
             assert max(times) >= 0, f"a negative time for {work}"
 
     def test_asking_changes_nothing(self, seed: int) -> None:

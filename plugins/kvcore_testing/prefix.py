@@ -108,7 +108,11 @@ class PrefixIndexTests(NamedTests[PrefixIndex]):
         cache.close(cache.open(_ask("xy", 5 * BLOCK, key_tokens=_RATIO * BLOCK)))
         cache.check_integrity()
         tokens = cache.probe(_ask("abcd", key_tokens=_RATIO * BLOCK))
-        assert (cache.tree.evicted_blocks, tokens) == (2, 7)
+        evicted = cache.tree.evicted_blocks
+        assert (evicted, tokens) == (2, 7), (
+            f"of 9 blocks, {evicted} of 2 were evicted, and {tokens} of the other 7 are found: "
+            "remove(span, first) must forget the rows of the blocks from `first` on"
+        )
 
     def test_probe_is_pure(self) -> None:
         """`probe` changes nothing."""

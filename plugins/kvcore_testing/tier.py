@@ -49,11 +49,17 @@ class TierStoreTests:
     Whatever the order of slots and calls, a block that is read is the one that was written
     last for the same chain, or is missing. If a store outlives its run (`survives`), a later
     store finds its blocks, and none of another model. The tests damage the bytes that
-    `pieces` yields.
+    `pieces` yields; a kit whose slots are memory of the process says `unchecked = True`.
     """
 
     survives: ClassVar[bool] = False
     """Whether `recover` finds the blocks of a store that was closed before."""
+
+    unchecked: ClassVar[bool] = False
+    """Whether damage is not tested: its slots are memory of the process."""
+
+    store: TierStore
+    """The store that was opened last."""
 
     def make(self, **options: Any) -> Tier:
         """Return a new tier; tiers of one test share storage that outlives a run."""
@@ -68,16 +74,16 @@ class TierStoreTests:
         tier = self.make(memory=slots * size)
         if type(tier).open is Tier.open:
             pytest.skip("stores no bytes: it is for simulations alone")
-        return closing(tier.open(slots, size, identity))
+        self.store = tier.open(slots, size, identity)
+        return closing(self.store)
 
     def test_reads_written_blocks(self) -> None:
         """Blocks in any slots are read as they were written, in any order."""
         blocks = _path(5, slots=[3, 4, 8, 1, 0])
         with self.open() as store:
             _write(store, blocks)
-            assert _read(store, blocks) == _data(blocks)
-            assert _read(store, blocks[::-1]) == _data(blocks[::-1])
-            assert _read(store, blocks[1:2]) == _data(blocks[1:2])
+            for asked in (blocks, blocks[::-1], blocks[1:2]):
+                _check_read(store, asked)
 
     def test_takes_a_matrix(self) -> None:
         """`write` and `read` accept a matrix with a row for each block."""
@@ -88,7 +94,8 @@ class TierStoreTests:
             data[:] = bytes(len(data))
             into = memoryview(bytearray(4 * _SLOT)).cast("B", (4, _SLOT))
             assert store.read(blocks, into) == 4  # noqa: PLR2004 - all of them
-            assert into.tobytes() == _data(blocks)
+            _check_read(store, blocks)
+            assert into.tobytes() == _data(blocks), "a matrix was not filled as its bytes are"
 
     def test_memory_is_that_of_the_slots(self) -> None:
         """Rows of `memory`, if a store has it, are slots, and can be written."""
@@ -112,7 +119,7 @@ class TierStoreTests:
             store.write([], empty)
             store.drop([])
             assert (store.read([], empty), store.present([])) == (0, 0)
-            assert _read(store, _path(2)) == b""
+            _check_read(store, _path(2), [])
 
     @pytest.mark.parametrize("what", ["chain", "position"])
     def test_other_blocks_are_not_there(self, what: str) -> None:
@@ -122,9 +129,9 @@ class TierStoreTests:
         blocks_asked = [blocks[0], attrs.evolve(blocks[1], **{what: others[what]}), blocks[2]]
         with self.open() as store:
             _write(store, blocks)
-            assert _read(store, blocks_asked) == _data(blocks[:1])
+            _check_read(store, blocks_asked, blocks[:1])
             moved = [attrs.evolve(block, slot=block.slot + 1) for block in blocks[:2]]
-            assert _read(store, moved) == b""
+            _check_read(store, moved, [])
 
     def test_a_slot_holds_what_was_written_last(self) -> None:
         """A slot that is written again has the new block, and no longer the old one."""
@@ -132,8 +139,8 @@ class TierStoreTests:
         with self.open() as store:
             _write(store, old)
             _write(store, new[1:])
-            assert _read(store, new[1:]) == _data(new[1:])
-            assert _read(store, old) == _data(old[:1])
+            _check_read(store, new[1:])
+            _check_read(store, old, old[:1])
 
     def test_dropped_blocks_are_gone(self) -> None:
         """Blocks whose slots were dropped cannot be read; the others can."""
@@ -142,10 +149,10 @@ class TierStoreTests:
             _write(store, blocks)
             store.drop([2, 3, 7])
             store.drop([2])
-            assert _read(store, blocks) == _data(blocks[:2])
-            assert _read(store, blocks[3:]) == b""
+            _check_read(store, blocks, blocks[:2])
+            _check_read(store, blocks[3:], [])
             _write(store, blocks[2:])
-            assert _read(store, blocks) == _data(blocks)
+            _check_read(store, blocks)
 
     def test_present_counts_readable_blocks(self) -> None:
         """`present` counts all blocks if all are there, and never fewer than can be read."""
@@ -179,7 +186,7 @@ class TierStoreTests:
                 return
             _check_same(recovered, kept)
             for block in recovered:
-                assert _read(store, [block]) == _data([block])
+                _check_read(store, [block])
             store.drop([block.slot for block in recovered[:3]])
         with self.open() as store:
             _check_same(list(store.recover()), recovered[3:])
@@ -191,7 +198,7 @@ class TierStoreTests:
         blocks = _keyed(keys)
         with self.open(len(keys)) as store:
             _write(store, blocks)
-            assert _read(store, blocks) == _data(blocks)
+            _check_read(store, blocks)
         with self.open(len(keys)) as store:
             recovered = list(store.recover())
             if self.survives:
@@ -203,7 +210,7 @@ class TierStoreTests:
         blocks = _keyed(keys)
         with self.open() as store:
             _write(store, blocks)
-            assert _read(store, blocks) == _data(blocks)
+            _check_read(store, blocks)
         with self.open() as store:
             assert {block.key for block in store.recover()} <= set(keys)
 
@@ -224,7 +231,7 @@ class TierStoreTests:
             recovered = list(store.recover())
             if self.survives:
                 _check_same(recovered, blocks)
-                assert _read(store, recovered[:1]) == _data(recovered[:1])
+                _check_read(store, recovered[:1])
 
     @pytest.mark.parametrize("closed", [False, True], ids=["open", "reopened"])
     def test_flipped_bits_are_found(self, *, closed: bool) -> None:
@@ -236,12 +243,10 @@ class TierStoreTests:
         block = _path(1, slots=[5])[0]
         with self.open() as store:
             _write(store, [block])
-            pieces = list(self.pieces(block))
-            if not pieces:
-                pytest.skip("pieces() yields nothing")
+            pieces = self._pieces(block)
             if not closed:
                 _flip(pieces, lambda: [_read(store, [block])])
-                assert _read(store, [block]) == _data([block])
+                _check_read(store, [block])
         if closed:
             _flip(pieces, lambda: self._recovered(block))
 
@@ -251,10 +256,22 @@ class TierStoreTests:
         block = _path(1)[0]
         with self.open() as store:
             _write(store, [block])
-            for piece, put in list(self.pieces(block)):
+            for piece, put in self._pieces(block):
                 put(piece[:kept])
                 assert _read(store, [block]) in {b"", _data([block])}
                 put(piece)
+
+    def _pieces(self, block: StoredBlock) -> list[Piece]:
+        """Return the stored bytes of `block`; the test skips where they are `unchecked`."""
+        if self.unchecked:
+            pytest.skip("it says unchecked = True: damage is not tested")
+        pieces = list(self.pieces(block))
+        assert pieces, (
+            "pieces() yields nothing, so that damage is not tested: let it yield the stored "
+            "bytes of a block and what overwrites them (a store checks what it reads), or say "
+            "unchecked = True if nobody else can write to its slots"
+        )
+        return pieces
 
     def _recovered(self, only: StoredBlock) -> list[bytes]:
         """Return the bytes that a new store reads of the one block that was stored."""
@@ -281,7 +298,9 @@ class TierStoreTests:
                     if random.random() < 0.3:  # noqa: PLR2004
                         store.drop(slots)
                         gone = [stored.pop(slot) for slot in slots if slot in stored]
-                        assert not any(_read(store, [block]) for block in gone)
+                        assert not any(_read(store, [block]) for block in gone), (
+                            "a block was read after drop() of its slot"
+                        )
                     else:
                         blocks = [
                             attrs.evolve(_path(1, text=serial + n)[0], slot=slot)
@@ -291,9 +310,7 @@ class TierStoreTests:
                         _write(store, blocks)
                         stored.update(zip(slots, blocks, strict=True))
                     asked_slots = random.sample(sorted(stored), len(stored))
-                    assert _read(store, [stored[slot] for slot in asked_slots]) == _data(
-                        [stored[slot] for slot in asked_slots]
-                    )
+                    _check_read(store, [stored[slot] for slot in asked_slots])
                 serial += 1
 
 
@@ -331,10 +348,29 @@ def _read(store: TierStore, blocks: Sequence[StoredBlock]) -> bytes:
     return bytes(into[: store.read(blocks, into) * _SLOT])
 
 
+def _check_read(
+    store: TierStore, asked: Sequence[StoredBlock], there: Sequence[StoredBlock] | None = None
+) -> None:
+    """Check that `asked` are read as they were written, up to those that are `there`."""
+    read, right = _read(store, asked), _data(asked if there is None else there)
+    found, expected = len(read) // _SLOT, len(right) // _SLOT
+    assert found == expected, (
+        f"read() found {found} of {len(asked)} blocks, not {expected}: those before the first "
+        "that is not in its slot, with the position and the chain that were written last"
+    )
+    assert read == right, (
+        "read() gave other bytes than were written: the caller uses its memory again, so that "
+        "write() must copy what it keeps (bytes(data), no view), and read() fill whole rows"
+    )
+
+
 def _check_same(recovered: list[StoredBlock], kept: list[StoredBlock]) -> None:
     """Check that two lists have the same blocks, each once; their slots may differ."""
-    assert len({block.slot for block in recovered}) == len(recovered)
-    assert _texts(recovered) == _texts(kept)
+    assert len({block.slot for block in recovered}) == len(recovered), "a slot has two blocks"
+    assert _texts(recovered) == _texts(kept), (
+        "recover() must give the blocks that the last store had, and none that were dropped, "
+        "overwritten or of another model (none at all unless the kit says survives = True)"
+    )
 
 
 def _texts(blocks: list[StoredBlock]) -> set[tuple[Any, ...]]:

@@ -174,7 +174,7 @@ class Wrong(TokenDrafter):
 
 @pytest.mark.parametrize(
     ("drafts", "message"),
-    [([1] * 9, "up to 4 tokens"), ([-1], r"\[-1\]"), ([0.5], r"0\.5"), (None, "ZeroDivision")],
+    [([1] * 9, "give at most 4"), ([-1], r"\[-1\]"), ([0.5], r"0\.5"), (None, "ZeroDivision")],
 )
 def test_wrong_drafts_raise_an_error_that_names_the_drafter(drafts, message):
     """Too many drafts, invalid tokens or an exception raise PolicyError with the plugin."""
@@ -199,6 +199,7 @@ class WrongAnswer(Wrong):
         ([Draft(), Draft()], "give a Draft for each of 1 sequences"),
         ([None], "with None: give a Draft with a sequence of token ids"),
         ([Draft(3)], "give a Draft with a sequence of token ids"),
+        ([Draft([10**9])], r"with tokens \[1000000000\]: .* each an id from 0 to \d+$"),
         ([Draft([1], [0.5])], r"probabilities of shape \[\]: give \[1, "),
         ([Draft([1], SimpleNamespace(shape=(1, 2)))], r"of shape \[1, 2\]: give \[1, "),
     ],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvcore import EvictionPolicy, InputError, PolicyError, Request
 from kvcore.cache import BlockLayout, hints
 from kvcore.request import Retention
+from kvcore.testing.harness import lists
 from kvcore_hosting import HostSettings, PolicyHost
 from kvcore_plugins.eviction import LRU
 
@@ -312,9 +313,7 @@ def test_spans_have_the_keys_of_their_path():
     assert [host.span(block).start for block in "abcxy"] == [0, 1, 2, 1, 2]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)), max_size=30)
-)
+@given(lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)), 30))
 def test_paths_that_share_their_beginnings_have_all_keys(runs):
     """However paths leave one another, a span has the keys of its whole path."""
     host, expected = make(blocks=200), [()]

@@ -12,6 +12,7 @@ from kvcore import InputError, Job, KVCache, Trace
 from kvcore.serving import Batching, DecodeSteps
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.stats import TokenGaps
+from kvcore.testing.harness import lists
 from kvcore_lab.contiguous.loop import (
     AddressSpace,
     ContiguousAllocator,
@@ -74,7 +75,7 @@ def test_adjacent_holes_are_merged(start, holes):
     assert space.holes == holes
 
 
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=60))
+@given(lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), 60))
 def test_pieces_and_holes_tile_the_space(turns):
     """After any allocations no slot is lost or allocated twice, and no two holes touch."""
     allocator, jobs = memory(25, 0), []

@@ -100,6 +100,12 @@ def test_each_wrong_codec_fails_the_test_of_its_fault(wrong, test, arguments):
         run_test(Bounded, lambda: wrong, test, *arguments)
 
 
+def test_an_error_above_the_bound_is_told_with_it():
+    """The error about a codec that is too coarse has the error, its bound, and whose it is."""
+    with pytest.raises(AssertionError, match=r"an error is .*, the bound .*: `error` of "):
+        run_test(Bounded, Coarse, "round_trip", "values", "fp32")
+
+
 class Loose(CodecTests):
     """The conformance tests with one bound for all numbers."""
 

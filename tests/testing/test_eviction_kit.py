@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from random import random
 from typing import Any, ClassVar
 
@@ -170,6 +170,30 @@ Sorted = faulty(
 )
 
 
+class Favouring(LRU):
+    """A policy that declares a fixed order, and ends with the spans of one request in two."""
+
+    fixed_order = True
+
+    def victim(self, now):
+        """Return the last span of the order for requests with an even number."""
+        if self.requester % 2 == 0:
+            return next(span for span in reversed(self._order) if span.is_leaf)
+        return super().victim(now)
+
+
+Ageing = faulty(
+    "A policy whose scores change with time, and who does not say so.",
+    Mine,
+    score=lambda _, span, now: (span.hit_count + 1) / (now - span.created + 1),
+)
+Detached = faulty(
+    "A policy whose `attach` does not call that of its base class.",
+    LRU,
+    attach=lambda self, *_: setattr(self, "_order", OrderedDict()),
+)
+
+
 @pytest.mark.parametrize(
     ("policy", "test", "error"),
     [
@@ -190,11 +214,14 @@ Sorted = faulty(
         (Drawing, "many_leaves", PolicyError),
         (deadly("on_access"), "declares_that_spans_expire", PolicyError),
         (Sorted, "victims_leave_in_the_order_it_declares", AssertionError),
+        (Favouring, "victims_leave_in_the_order_it_declares", AssertionError),
+        (Ageing, "scores_move_as_it_declares", AssertionError),
+        (Detached, "victims_are_unpinned_leaves", PolicyError),
     ],
 )
 def test_each_faulty_policy_fails_the_test_of_its_fault(policy, test, error):
     """A policy with a fault fails the conformance test about it, which LRU passes."""
-    run(LRU, test)
+    run(Mine if test == "scores_move_as_it_declares" else LRU, test)
     with pytest.raises(error):
         run(policy, test)
 
@@ -212,6 +239,18 @@ def test_an_undeclared_expiry_is_explained(callback):
     message = rf"in {callback}\(\): .* declare expires_spans = True"
     with pytest.raises(PolicyError, match=message):
         run(deadly(callback), "declares_that_spans_expire")
+
+
+def test_a_forgotten_super_of_attach_is_explained():
+    """The error about a policy that does not know the size of its pool says what to call."""
+    with pytest.raises(PolicyError, match=r"in attach\(\): .* call super\(\)\.attach"):
+        run(Detached, "victims_are_unpinned_leaves")
+
+
+def test_scores_that_move_are_explained():
+    """The error about scores that change with time names what would declare it."""
+    with pytest.raises(AssertionError, match=r"drifts = True, or .* changes_at\(\)"):
+        run(Ageing, "scores_move_as_it_declares")
 
 
 BAD = '''

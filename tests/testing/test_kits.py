@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from helpers.faults import run_test
 
 import kvcore.testing
 from kvcore import KVCache, PolicyError, Request, ScoreEviction
@@ -99,6 +100,21 @@ def test_an_index_that_finds_evicted_spans_is_reported():
     """An index that finds evicted spans raises PolicyError with its name and `remove()`."""
     with pytest.raises(PolicyError, match=r"'hoarding'.* has left the cache: remove\(\) must"):
         HoardingTests().test_decides_as_the_default(0, {"accounting": "keys", "block_size": 4})
+
+
+class Stale(Hashed):
+    """A prefix index that still has the rows of the last two blocks of a span of nine."""
+
+    def match(self, keys, limit, after):
+        """Return a match with these blocks."""
+        span, end = super().match(keys, limit, after)
+        return span, min(limit, 9) if span.id else end
+
+
+def test_an_index_that_finds_blocks_of_a_cut_span_is_told_to_remove_them():
+    """An index that finds the evicted tail of a span is told which rows to forget."""
+    with pytest.raises(AssertionError, match="must forget the rows of the blocks from `first`"):
+        run_test(PrefixIndexTests, Stale, "finds_the_rest_of_a_victim")
 
 
 @pytest.mark.parametrize("name", ["hit_blocks", "lookup_blocks", "target", "dropped", "freed"])

@@ -82,8 +82,23 @@ class BorrowingTests(TierTests):
 @pytest.mark.parametrize("test", ["reads_written_blocks", "takes_a_matrix"])
 def test_a_store_that_keeps_the_memory_of_its_caller_is_found(test):
     """A store that copies nothing reads what its caller has written there since."""
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="write\\(\\) must copy what it keeps"):
         getattr(BorrowingTests(), f"test_{test}")()
+
+
+def test_bytes_that_nothing_damages_are_told():
+    """A kit without `pieces` fails, unless it says that damage is not tested."""
+
+    class Silent(TierTests):
+        tier = Host
+
+    class Unchecked(Silent):
+        unchecked = True
+
+    with pytest.raises(AssertionError, match="unchecked = True if nobody else can write"):
+        Silent().test_flipped_bits_are_found(closed=False)
+    with pytest.raises(pytest.skip.Exception, match="damage is not tested"):
+        Unchecked().test_flipped_bits_are_found(closed=False)
 
 
 def test_a_piece_without_bytes_is_told():

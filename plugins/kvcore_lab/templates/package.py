@@ -27,6 +27,13 @@ class Kit(NamedTuple):
     also: str = ""
 
 
+PIECES = '''
+
+    def pieces(self, block):
+        """Yield the stored bytes of a block and what overwrites them: damage must be found."""
+        content = self.store.content
+        yield content[block.slot], lambda data: content.update({block.slot: data})'''
+
 KITS: Mapping[str, Kit] = {
     "eviction": Kit("EvictionPolicyTests", "how-to/write-a-policy.md"),
     "prefix": Kit("PrefixIndexTests", "how-to/write-a-prefix-index.md"),
@@ -36,7 +43,7 @@ KITS: Mapping[str, Kit] = {
     "latency": Kit("LatencyModelTests", "reference/latency.md"),
     "backend": Kit("BackendTests", "reference/backends.md"),
     "codec": Kit("CodecTests", "reference/codecs.md", "\n    error = 1 / 200"),
-    "tier": Kit("TierTests", "reference/tiers.md"),
+    "tier": Kit("TierTests", "reference/tiers.md", PIECES),
     "generator": Kit("GeneratorTests", "reference/generators.md"),
     "workload": Kit("WorkloadTests", "how-to/write-a-workload.md"),
     "router": Kit("RouterTests", "how-to/write-a-router.md"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar
+from zlib import crc32
 
 import attrs
 
@@ -27,26 +28,30 @@ class Example(Tier):
 
 
 class DictStore(TierStore):
-    """Keeps the bytes of blocks by slot, with position and chain: which block they are."""
+    """Keeps the bytes of blocks by slot, with what tells which block they are, undamaged."""
 
     def __init__(self, slot_bytes: int) -> None:
         """Store the bytes of a slot."""
         self._size = slot_bytes
-        self._held: dict[int, tuple[int, bytes, bytes]] = {}
+        # Position, chain and checksum of the block of each slot, and its bytes.
+        self.heads: dict[int, tuple[int, bytes, int]] = {}
+        self.content: dict[int, bytes] = {}
 
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
         """Store blocks in place of the content of their slots."""
         data = data.cast("B")
         for index, block in enumerate(blocks):
             content = bytes(data[index * self._size : (index + 1) * self._size])
-            self._held[block.slot] = block.position, block.chain, content
+            self.heads[block.slot] = block.position, block.chain, crc32(content)
+            self.content[block.slot] = content
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
-        """Read blocks, up to the first that is not in its slot."""
+        """Read blocks, up to the first that is not in its slot, or is damaged there."""
         into = into.cast("B")
         for index, block in enumerate(blocks):
-            position, chain, content = self._held.get(block.slot, (-1, b"", b""))
-            if (position, chain) != (block.position, block.chain):
+            content = self.content.get(block.slot, b"")
+            right = block.position, block.chain, crc32(content)
+            if self.heads.get(block.slot) != right:
                 return index
             into[index * self._size : (index + 1) * self._size] = content
         return len(blocks)
@@ -54,4 +59,5 @@ class DictStore(TierStore):
     def drop(self, slots: Sequence[int]) -> None:
         """Forget the blocks of `slots`, which are freed."""
         for slot in slots:
-            self._held.pop(slot, None)
+            self.heads.pop(slot, None)
+            self.content.pop(slot, None)

@@ -11,6 +11,7 @@ from helpers.serving import Single, early, servers, tiered_servers
 from hypothesis import given, settings
 
 from kvcore import Request
+from kvcore.testing.harness import lists
 from kvcore_cluster.views import EventsView, Holders, SentIndex
 from kvcore_engine.retention.window import Window
 
@@ -142,6 +143,10 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 """Prompts as paths of a tree: a key is the path from the root to its node."""
 
 
+# Sums of some are the times to live below: an entry ends just then.
+gaps = st.sampled_from([0, 1, 12, 13, 25, 40])
+
+
 def keys_of(path):
     """Return the chained keys of a path."""
     return [path[: index + 1] for index in range(len(path))]
@@ -155,7 +160,7 @@ def ask(path, size=4):
     )  # fmt: skip
 
 
-@given(st.lists(st.tuples(st.integers(0, 70), prompts), max_size=20), prompts)
+@given(lists(st.tuples(st.integers(0, 70), prompts), 20), prompts)
 def test_holders_are_found_by_bisection(held, path):
     """`Holders.find` finds what a scan of every key of every replica finds."""
     index, slow = Holders(), {}
@@ -171,9 +176,7 @@ def test_holders_are_found_by_bisection(held, path):
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 40), st.integers(0, 3), prompts, st.booleans()), max_size=30
-    ),
+    lists(st.tuples(gaps, st.integers(0, 3), prompts, st.booleans()), 30),
     st.sampled_from([None, 25, 100]),
     st.sampled_from([None, 1, 3, 8]),
 )
@@ -217,7 +220,9 @@ def _drop_oldest(last, sent):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), prompts), max_size=12), st.integers(0, 20), prompts
+    lists(st.tuples(st.integers(0, 9), prompts), 12),
+    st.integers(0, 20),
+    prompts,
 )
 def test_events_are_visible_after_the_delay(stored, delay, path):
     """An event of a replica is visible from the delay after it on, and not before."""

@@ -14,6 +14,7 @@ class TestHost(TierTests):
     """A tier in the memory of the host."""
 
     tier = Host
+    unchecked = True
 
 
 class TestDisk(TierTests):
