@@ -517,7 +517,8 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
 
 def _discard_unwritable() -> None:
     """Discard output that cannot be written, so that Python does not try again at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

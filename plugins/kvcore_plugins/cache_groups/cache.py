@@ -259,7 +259,7 @@ class GroupedCache:
         return not self._fresh or self._fresh.isdisjoint(map(self._blocks.place, blocks))
 
     def most_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a sequence holds until it has `tokens` tokens."""
+        """Return the most blocks of all groups for a sequence until it has `tokens` tokens."""
         total = 0
         for group in self.groups:
             blocks = group.most_blocks(tokens, self.in_flight_tokens)

@@ -498,6 +498,18 @@ def test_a_closed_pipe_exits_141_without_a_message(words):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_a_closed_pipe_behind_stderr_leaves_the_exit_code():
+    """A message that nobody reads any more does not change how the program ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        words = [sys.executable, "-c", TALK, "no-verb"]
+        done = subprocess.run(words, stderr=writer, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == 2
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("words", [1, 100_000])
 def test_a_full_disk_behind_stdout_is_one_message(words):
