@@ -498,6 +498,8 @@ class KVCache:
             upto = seq.cacheable
         if upto > seq.span.end and not seq.holes:
             self.tree.commit(seq, upto, now)
+        if self.tiers is not None:
+            self.tiers.computed(seq, now)
         if self.retention is not None:
             self._retain(self.retention, seq, now)
 
@@ -621,6 +623,8 @@ class KVCache:
         if seq.family is not None:  # none, if that has compacted it
             seq.family.remove(seq)
         seq.is_open = False
+        if self.tiers is not None:
+            self.tiers.computed(seq, now)
         del self.sequences[seq.id]
         if self.trace is not None:
             freed = self._free_last(seq, seq.private_blocks)

@@ -16,6 +16,8 @@ what they demand is kept in an attribute until it comes:
 
     of these lines          demands                                     attribute
     EVICT, COMMIT           allows OFFLOAD of the blocks                _evicted, _committed
+    COMMIT of what a plan   allows OFFLOAD of the blocks once they are  _planned, _uncomputed
+    shares                  computed, and none before
     PREEMPT swap            OFFLOAD parked, FREE                        _swap
     HIT, MISS, PREFETCH     allows loads of the sequence                _admitted
     the first of its loads  the others, then COMMIT                     _arriving, _owed
@@ -102,6 +104,14 @@ class TierChecker:
         # if COMMIT, SPLIT and FREE alone have come since: keys, and the end of the blocks.
         self._evicted: tuple[list[Any], int] | None = None
         self._committed: tuple[list[Any], int] | None = None
+        # Whether blocks may be committed when they are planned. Then by sequence: keys, and the
+        # end of its last committed blocks, which go down later; and of blocks that cannot be
+        # computed yet, since their sequence was admitted at this time: keys, and first.
+        caps = header.batching or {}
+        self._plans = caps.get("commit") == "scheduled" or "rules" in header.plugins
+        self._planned: dict[int, tuple[list[Any], int]] = {}
+        self._new: set[int] = set()
+        self._uncomputed: list[tuple[list[Any], int]] = []
         # From PREEMPT to the next line of the pool.
         self._swap: _Swap | None = None
         # The sequence that was just admitted, and the one with some of its loads done.
@@ -154,6 +164,9 @@ class TierChecker:
             ViolationError: it contradicts what came before.
         """
         self._is_later = begins
+        if begins and self._new:
+            self._new.clear()
+            self._uncomputed.clear()
         if self._only_recovered and event.event != "RECOVER":
             self._must_be_recovered()
         if self._owed is not None:
@@ -186,6 +199,8 @@ class TierChecker:
             self._committed = None
         if name in ("HIT", "MISS", "PREFETCH"):
             self._admitted = seq
+            if self._plans:
+                self._new.add(seq)
         elif name != "ALLOC" and not (name == "EVICT" and self._admitted in self._ahead):
             self._admitted = -1
         if name == "PREFETCH":
@@ -203,6 +218,10 @@ class TierChecker:
                 self._must_not_rest(prompt.id)
             if event.how in ("new", "grown"):
                 self._committed = prompt.keys, event.first + event.blocks
+                if self._plans:
+                    self._planned[seq] = self._committed
+                if seq in self._new:
+                    self._uncomputed.append((prompt.keys, event.first))
         elif name == "FINISH":
             self._must_not_rest(event.request)
         elif name == "PREEMPT" and event.how == "swap":
@@ -235,6 +254,7 @@ class TierChecker:
 
     def close(self, seq: int) -> bool:
         """Record that `seq` closes; return True if it was ahead of its request."""
+        self._planned.pop(seq, None)
         return self._ahead.pop(seq, None) is not None
 
     def _must_be_settled(self, event: Any) -> None:
@@ -326,6 +346,7 @@ class TierChecker:
         keys, last = prompt.keys, (end - 1) // self._ratio
         if last >= len(keys):
             violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
+        self._must_be_computed(prompt, end)
         here, leaves = self._cached.match(keys), self._rule == "evict" or self.swaps
         reason = self._evicted if leaves else self._committed
         led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
@@ -341,8 +362,27 @@ class TierChecker:
             if self._is_later:
                 self._expect_hit()
             self._due_hit = event.request
-        elif self._is_later or not led:
+        elif (self._is_later or not led) and not self._was_planned(keys, end):
             violated("nothing was evicted or stored just before that goes down")
+
+    def _must_be_computed(self, prompt: TracedPrompt, end: int) -> None:
+        """Check that no block of a prompt before `end` is computed in the planned step."""
+        self._state.count_work(len(self._uncomputed))
+        for keys, first in self._uncomputed:
+            key = slice(first // self._ratio, first // self._ratio + 1)
+            if first < end and keys[key] == prompt.keys[key]:
+                violated(f"block {first} of request {prompt.id!r} is not computed yet")
+
+    def _was_planned(self, keys: list[Any], end: int) -> bool:
+        """Return True if a plan has shared the blocks before `end`; they go down once."""
+        last = slice((end - 1) // self._ratio, (end - 1) // self._ratio + 1)
+        self._state.count_work(len(self._planned))
+        for seq, (known, upto) in self._planned.items():
+            if self._rule == "through" and end <= upto and known[last] == keys[last]:
+                if end == upto:
+                    del self._planned[seq]
+                return True
+        return False
 
     def _must_come_down(
         self, above: TracedTier, tier: TracedTier, prompt: TracedPrompt, end: int
@@ -441,6 +481,7 @@ class TierChecker:
             violated(f"{useful} blocks are loaded, not {event.blocks}")
         end = event.first + event.blocks
         self._loaded = tier, seq.prompt.keys, end
+        self._new.discard(event.seq)
         if complete:
             self._come = end
         self._arriving = event.seq if len(waiting) > 1 else -1
