@@ -100,8 +100,8 @@ class TierChecker:
         # What makes blocks of the pool go down into the nearest tier: `evict`, `through`, or
         # after how many hits.
         self._rule = next(iter(tiers.levels.values())).record.options.get("write")
-        # The blocks of the last line of the pool, if that evicted some, and of the last COMMIT,
-        # if COMMIT, SPLIT and FREE alone have come since: keys, and the end of the blocks.
+        # The blocks of the last line of the pool, if that is EVICT, or if it is COMMIT: keys,
+        # and the end of the blocks.
         self._evicted: tuple[list[Any], int] | None = None
         self._committed: tuple[list[Any], int] | None = None
         # Whether blocks may be committed when they are planned. Then by sequence: keys, and the
@@ -193,10 +193,7 @@ class TierChecker:
         if seq in self._tiers.loads:
             violated(f"sequence {seq} waits for what it loads")
         self._stored_into.clear()
-        self._swap = self._evicted = self._loaded = None
-        # Blocks of a commit may have other owners, by a fork, whose lines come before OFFLOAD.
-        if name not in ("COMMIT", "SPLIT", "FREE"):
-            self._committed = None
+        self._swap = self._evicted = self._committed = self._loaded = None
         if name in ("HIT", "MISS", "PREFETCH"):
             self._admitted = seq
             if self._plans:
