@@ -143,10 +143,12 @@ class TierChecker:
         self._due_hit: Any = None
         self._checks = methods_by_event(self, *TIERED)
 
-    @property
-    def swaps(self) -> bool:
-        """Whether a preempted sequence is about to be parked in a tier and closed."""
-        return self._swap is not None
+    def stores_before_close(self, seq: int) -> bool:
+        """Return True if blocks of `seq`, which is about to close, may go down before.
+
+        It is to be parked, or was the last to compute what a plan has shared.
+        """
+        return self._swap is not None or seq in self._planned
 
     @property
     def _by_hits(self) -> bool:
@@ -344,7 +346,7 @@ class TierChecker:
         if last >= len(keys):
             violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
         self._must_be_computed(prompt, end)
-        here, leaves = self._cached.match(keys), self._rule == "evict" or self.swaps
+        here, leaves = self._cached.match(keys), self._rule == "evict" or self._swap is not None
         reason = self._evicted if leaves else self._committed
         led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
         if here < end and not (leaves and led):
@@ -371,15 +373,11 @@ class TierChecker:
                 violated(f"block {first} of request {prompt.id!r} is not computed yet")
 
     def _was_planned(self, keys: list[Any], end: int) -> bool:
-        """Return True if a plan has shared the blocks before `end`; they go down once."""
+        """Return True if a plan has shared the blocks before `end`, which go down later."""
         last = slice((end - 1) // self._ratio, (end - 1) // self._ratio + 1)
         self._state.count_work(len(self._planned))
-        for seq, (known, upto) in self._planned.items():
-            if self._rule == "through" and end <= upto and known[last] == keys[last]:
-                if end == upto:
-                    del self._planned[seq]
-                return True
-        return False
+        planned = self._planned.values() if self._rule == "through" else ()
+        return any(end <= upto and known[last] == keys[last] for known, upto in planned)
 
     def _must_come_down(
         self, above: TracedTier, tier: TracedTier, prompt: TracedPrompt, end: int
@@ -399,11 +397,15 @@ class TierChecker:
             self._load_due = True
 
     def _expect_hit(self) -> None:
-        """Record that a call begins with this line: it must be an admission that hits."""
-        if not self._by_hits:
+        """Record that a call begins with this line, which makes room for what goes down.
+
+        It must be an admission that hits, or the end of a step that a plan has shared.
+        """
+        if self._by_hits:
+            if self._due_hit is None:
+                self._due_hit = ANY
+        elif self._rule != "through" or not self._planned:
             violated("nothing was evicted or stored just before that goes down")
-        if self._due_hit is None:
-            self._due_hit = ANY
 
     def _park(self, event: events.Offload, tier: TracedTier, end: int) -> None:
         swap = self._swap
