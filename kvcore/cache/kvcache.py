@@ -44,7 +44,7 @@ from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
-from kvcore.request import NO_HINTS, Key, Request
+from kvcore.request import Key, Request
 
 if TYPE_CHECKING:
     from kvcore.cache.tiers import LowerTiers
@@ -641,13 +641,10 @@ class KVCache:
         # The shared blocks are unpinned; hints of a request that has ended take effect.
         request, tree = seq.request, self.tree
         hints = request.hints
-        if hints is NO_HINTS or preempted:
-            tree.close(seq.span, now, None if preempted else request)
-            return
-        if hints.pin is not None:
+        if hints.pin is not None and not preempted:
             tree.pin(seq, now + hints.pin, now)
-        tree.close(seq.span, now, request)
-        if hints.demote:
+        tree.close(seq.span, now, None if preempted else request)
+        if hints.demote and not preempted:
             tree.demote(seq.span)
 
     def fork(self, seq: CacheSequence, now: int | None = None) -> CacheSequence:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import attrs
 
@@ -206,8 +206,7 @@ class Tiers(Upper, TierStack[Level]):
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when blocks of `span` were stored in the pool; planned ones have to wait."""
-        seq = span.creator
-        assert seq is not None
+        seq = cast("Holder", span.creator)
         if seq.computed < span.end * self.cache.geometry.block_size:
             self._planned[seq.id] = seq
         else:
