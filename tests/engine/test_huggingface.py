@@ -76,7 +76,9 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", ["llama", "gemma3-mixed", "gpt-oss", "glm4-moe", "nemotron-h"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3-mixed", "gpt-oss", "glm4-moe", "nemotron-h"]
+)
 def test_halved_weights_are_those_of_transformers(family, dtype, tmp_path):
     """What transformers keeps wider as it loads a model stays so, from a folder or an object.
 
