@@ -16,7 +16,7 @@ what they demand is kept in an attribute until it comes:
 
     of these lines          demands                                     attribute
     EVICT, COMMIT           allows OFFLOAD of the blocks                _evicted, _committed
-    COMMIT of what a plan   allows OFFLOAD of the blocks once they are  _planned, _uncomputed
+    COMMIT of what a plan   allows OFFLOAD of the blocks once they are  _plans
     shares                  computed, and none before
     PREEMPT swap            OFFLOAD parked, FREE                        _swap
     HIT, MISS, PREFETCH     allows loads of the sequence                _admitted
@@ -72,6 +72,62 @@ class _Swap:
     tier: TracedTier | None = None
 
 
+class _Plans:
+    """The blocks that plans have shared: they go down when they are computed.
+
+    Args:
+        header: that of the trace.
+
+    Attributes:
+        planned: by sequence its keys, and the end of the blocks that it shared last, which can
+            go down later; empty where no plan shares blocks.
+    """
+
+    def __init__(self, header: events.Header) -> None:
+        caps, self.planned = header.batching or {}, dict[int, tuple[list[Any], int]]()
+        self._share = caps.get("commit") == "scheduled" or "rules" in header.plugins
+        # Sequences that were admitted at this time, and of the blocks that these have committed
+        # since, which no step has computed: keys, and the first one.
+        self._new: set[int] = set()
+        self._uncomputed: list[tuple[list[Any], int]] = []
+
+    def advance(self) -> None:
+        """Note that time passes: what was planned may be computed."""
+        self._new.clear()
+        self._uncomputed.clear()
+
+    def admit(self, seq: int) -> None:
+        """Note that a sequence is admitted."""
+        if self._share:
+            self._new.add(seq)
+
+    def load(self, seq: int) -> None:
+        """Note that a sequence has loaded blocks, which are not to be computed."""
+        self._new.discard(seq)
+
+    def commit(self, seq: int, keys: list[Any], first: int, end: int) -> None:
+        """Note that a sequence shares its blocks from `first` to `end`."""
+        if self._share:
+            self.planned[seq] = keys, end
+        if seq in self._new:
+            self._uncomputed.append((keys, first))
+
+    def must_be_computed(self, prompt: TracedPrompt, end: int, ratio: int) -> int:
+        """Check that no block of a prompt before `end` is still to be computed. Return work."""
+        for keys, first in self._uncomputed:
+            key = slice(first // ratio, first // ratio + 1)
+            if first < end and keys[key] == prompt.keys[key]:
+                violated(f"block {first} of request {prompt.id!r} is not computed yet")
+        return len(self._uncomputed) + len(self.planned)
+
+    def have(self, keys: list[Any], end: int, ratio: int) -> bool:
+        """Return True if a plan may have shared the blocks before `end`."""
+        last = slice((end - 1) // ratio, (end - 1) // ratio + 1)
+        return any(
+            end <= upto and known[last] == keys[last] for known, upto in self.planned.values()
+        )
+
+
 class TierChecker:
     """Checks the lines of tiers, and the lines of the pool that must come before or after.
 
@@ -104,14 +160,7 @@ class TierChecker:
         # and the end of the blocks.
         self._evicted: tuple[list[Any], int] | None = None
         self._committed: tuple[list[Any], int] | None = None
-        # Whether blocks may be committed when they are planned. Then by sequence: keys, and the
-        # end of its last committed blocks, which go down later; and of blocks that cannot be
-        # computed yet, since their sequence was admitted at this time: keys, and first.
-        caps = header.batching or {}
-        self._plans = caps.get("commit") == "scheduled" or "rules" in header.plugins
-        self._planned: dict[int, tuple[list[Any], int]] = {}
-        self._new: set[int] = set()
-        self._uncomputed: list[tuple[list[Any], int]] = []
+        self._plans = _Plans(header)
         # From PREEMPT to the next line of the pool.
         self._swap: _Swap | None = None
         # The sequence that was just admitted, and the one with some of its loads done.
@@ -148,7 +197,7 @@ class TierChecker:
 
         It is to be parked, or was the last to compute what a plan has shared.
         """
-        return self._swap is not None or seq in self._planned
+        return self._swap is not None or seq in self._plans.planned
 
     @property
     def _by_hits(self) -> bool:
@@ -166,9 +215,8 @@ class TierChecker:
             ViolationError: it contradicts what came before.
         """
         self._is_later = begins
-        if begins and self._new:
-            self._new.clear()
-            self._uncomputed.clear()
+        if begins:
+            self._plans.advance()
         if self._only_recovered and event.event != "RECOVER":
             self._must_be_recovered()
         if self._owed is not None:
@@ -188,7 +236,7 @@ class TierChecker:
 
     # The lines of the pool.
 
-    def _between(self, event: Any) -> None:  # noqa: C901, PLR0912 - a line, from top to bottom
+    def _between(self, event: Any) -> None:  # noqa: C901 - a line, from top to bottom
         """Check that a line of the pool may stand here, and record its effects."""
         name, seq = event.event, getattr(event, "seq", -1)
         self._must_be_settled(event)
@@ -198,8 +246,7 @@ class TierChecker:
         self._swap = self._evicted = self._committed = self._loaded = None
         if name in ("HIT", "MISS", "PREFETCH"):
             self._admitted = seq
-            if self._plans:
-                self._new.add(seq)
+            self._plans.admit(seq)
         elif name != "ALLOC" and not (name == "EVICT" and self._admitted in self._ahead):
             self._admitted = -1
         if name == "PREFETCH":
@@ -216,11 +263,8 @@ class TierChecker:
             if seq not in self._ahead:
                 self._must_not_rest(prompt.id)
             if event.how in ("new", "grown"):
-                self._committed = prompt.keys, event.first + event.blocks
-                if self._plans:
-                    self._planned[seq] = self._committed
-                if seq in self._new:
-                    self._uncomputed.append((prompt.keys, event.first))
+                self._committed = keys, end = prompt.keys, event.first + event.blocks
+                self._plans.commit(seq, keys, event.first, end)
         elif name == "FINISH":
             self._must_not_rest(event.request)
         elif name == "PREEMPT" and event.how == "swap":
@@ -253,7 +297,7 @@ class TierChecker:
 
     def close(self, seq: int) -> bool:
         """Record that `seq` closes; return True if it was ahead of its request."""
-        self._planned.pop(seq, None)
+        self._plans.planned.pop(seq, None)
         return self._ahead.pop(seq, None) is not None
 
     def _must_be_settled(self, event: Any) -> None:
@@ -345,7 +389,7 @@ class TierChecker:
         keys, last = prompt.keys, (end - 1) // self._ratio
         if last >= len(keys):
             violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
-        self._must_be_computed(prompt, end)
+        self._state.count_work(self._plans.must_be_computed(prompt, end, self._ratio))
         here, leaves = self._cached.match(keys), self._rule == "evict" or self._swap is not None
         reason = self._evicted if leaves else self._committed
         led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
@@ -361,23 +405,10 @@ class TierChecker:
             if self._is_later:
                 self._expect_hit()
             self._due_hit = event.request
-        elif (self._is_later or not led) and not self._was_planned(keys, end):
+        elif (self._is_later or not led) and not (
+            self._rule == "through" and self._plans.have(keys, end, self._ratio)
+        ):
             violated("nothing was evicted or stored just before that goes down")
-
-    def _must_be_computed(self, prompt: TracedPrompt, end: int) -> None:
-        """Check that no block of a prompt before `end` is computed in the planned step."""
-        self._state.count_work(len(self._uncomputed))
-        for keys, first in self._uncomputed:
-            key = slice(first // self._ratio, first // self._ratio + 1)
-            if first < end and keys[key] == prompt.keys[key]:
-                violated(f"block {first} of request {prompt.id!r} is not computed yet")
-
-    def _was_planned(self, keys: list[Any], end: int) -> bool:
-        """Return True if a plan has shared the blocks before `end`, which go down later."""
-        last = slice((end - 1) // self._ratio, (end - 1) // self._ratio + 1)
-        self._state.count_work(len(self._planned))
-        planned = self._planned.values() if self._rule == "through" else ()
-        return any(end <= upto and known[last] == keys[last] for known, upto in planned)
 
     def _must_come_down(
         self, above: TracedTier, tier: TracedTier, prompt: TracedPrompt, end: int
@@ -404,7 +435,7 @@ class TierChecker:
         if self._by_hits:
             if self._due_hit is None:
                 self._due_hit = ANY
-        elif self._rule != "through" or not self._planned:
+        elif self._rule != "through" or not self._plans.planned:
             violated("nothing was evicted or stored just before that goes down")
 
     def _park(self, event: events.Offload, tier: TracedTier, end: int) -> None:
@@ -480,7 +511,7 @@ class TierChecker:
             violated(f"{useful} blocks are loaded, not {event.blocks}")
         end = event.first + event.blocks
         self._loaded = tier, seq.prompt.keys, end
-        self._new.discard(event.seq)
+        self._plans.load(event.seq)
         if complete:
             self._come = end
         self._arriving = event.seq if len(waiting) > 1 else -1
