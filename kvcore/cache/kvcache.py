@@ -44,7 +44,7 @@ from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
-from kvcore.request import NO_HINTS, Key, Request
+from kvcore.request import Key, Request
 
 if TYPE_CHECKING:
     from kvcore.cache.tiers import LowerTiers
@@ -505,6 +505,8 @@ class KVCache:
             upto = seq.cacheable
         if upto > seq.span.end and not seq.holes:
             self.tree.commit(seq, upto, now)
+        if self.tiers is not None:
+            self.tiers.computed(seq, now)
         if self.retention is not None:
             self._retain(self.retention, seq, now)
 
@@ -629,6 +631,8 @@ class KVCache:
         if seq.family is not None:  # it has none if the commit has compacted it
             seq.family.remove(seq)
         seq.is_open = False
+        if self.tiers is not None:
+            self.tiers.computed(seq, now)
         del self.sequences[seq.id]
         if self.trace is not None:
             freed = self._free_last(seq, seq.private_blocks)
@@ -645,13 +649,10 @@ class KVCache:
         # The shared blocks are unpinned; hints of a request that has ended take effect.
         request, tree = seq.request, self.tree
         hints = request.hints
-        if hints is NO_HINTS or preempted:
-            tree.close(seq.span, now, None if preempted else request)
-            return
-        if hints.pin is not None:
+        if hints.pin is not None and not preempted:
             tree.pin(seq, now + hints.pin, now)
-        tree.close(seq.span, now, request)
-        if hints.demote:
+        tree.close(seq.span, now, None if preempted else request)
+        if hints.demote and not preempted:
             tree.demote(seq.span)
 
     def fork(self, seq: CacheSequence, now: int | None = None) -> CacheSequence:

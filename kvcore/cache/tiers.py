@@ -276,6 +276,9 @@ class LowerTiers(Protocol):
     def finish(self, load: Any, now: int) -> int:
         """Commit the blocks of a load of these tiers; return the computed tokens of `seq`."""
 
+    def computed(self, seq: Holder, now: int) -> None:
+        """Called when a step has computed tokens of `seq`, and when `seq` closes."""
+
     def can_swap(
         self, seq: Holder, tokens: int, now: int, prefill_ns: PrefillTime
     ) -> ParkingTier | None:

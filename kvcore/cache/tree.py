@@ -527,7 +527,7 @@ class SpanTree:
             seq.span = span
             if parent.priority != priority or parent.priority_until != until:
                 raise_priority_above(span, now)
-        # All who listen hear of them: trace, statistics, index and policy, forks, tiers.
+        # All who listen hear of them: trace, statistics, index and policy, tiers, forks.
         if self.trace is not None:
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
@@ -538,10 +538,10 @@ class SpanTree:
             self.residency.on_store(span, count)
         if self._announces:
             self._announce(span, first, now, appended=appends)
-        if seq.family is not None and ids is not None:
-            self._share_with_forks(seq, first, ids, now)
         if self.watcher is not None and not span.is_generated:
             self.watcher.stored(span, count, now)
+        if seq.family is not None and ids is not None:
+            self._share_with_forks(seq, first, ids, now)
 
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
         """Call the index and the policy for the new blocks of `span`, from `first` on."""

@@ -48,7 +48,7 @@ from kvcore.request import Key
 from kvcore_tiers.hierarchy import Tiers
 from kvcore_tiers.level import Level, Part, path_ids
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the names and the layout of stored K/V: raised if old slots must not be read."""
 
 CHUNK_BYTES = 4 << 20

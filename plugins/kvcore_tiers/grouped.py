@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
     Attributes:
         group, name: its group, and its name there.
-        seq: a sequence that has computed it.
+        seq: a sequence that has computed it, or is to do so in the step that is planned.
         position: its position in the text of this sequence.
     """
 
@@ -62,6 +62,11 @@ class Block(NamedTuple):
     def place(self) -> Place:
         """Its group and name."""
         return self.group, self.name
+
+    def is_computed(self, size: int) -> bool:
+        """Return True if its `size` tokens are computed: not if a plan has named it alone."""
+        seq, end = self.seq, (self.position + 1) * size
+        return not (seq.is_open and seq.computed < end <= seq.planned)
 
 
 @attrs.define
@@ -150,7 +155,7 @@ class GroupLevel(TierLevel):
         if type(uses) is int:
             self.uses.update(block.place for block in blocks)
             often = [block for block in blocks if self.uses[block.place] >= uses]
-            self.store(often, now, source)
+            self.store(filter(self._tiers.is_computed, often), now, source)
 
     def left(self, blocks: list[Block], now: int, source: GroupLevel | None) -> None:
         """Called when blocks leave the level above to make room there, in this order."""
@@ -331,6 +336,8 @@ class GroupTiers(TierStack[GroupLevel]):
         self._loadable = [level for level in self.levels if level.tier.load != "never"]
         self._loading: list[GroupLoad] = []
         self._named: dict[int, Block] = {}  # the block of each id of the pool with a name
+        # By the id of a sequence: what a step is still to compute of it, a list for each group.
+        self._planned: dict[int, list[list[Block]]] = {}
         stores = zip(
             cache.cached, *(level.slots.cached for level in self._loadable), strict=True
         )
@@ -354,8 +361,25 @@ class GroupTiers(TierStack[GroupLevel]):
         blocks = [Block(group, *each) for each in zip(names, repeat(seq), positions)]
         for block in blocks:
             self._named[table.blocks[block.position - table.first]] = block
-        if self.levels[0].tier.write == "through":
+        self._write_through(seq, blocks, now)
+
+    def computed(self, seq: Holder, now: int) -> None:
+        """Write through the blocks of `seq` that were planned, and are computed now."""
+        for blocks in self._planned.pop(seq.id, ()):
+            self._write_through(seq, blocks, now)
+
+    def is_computed(self, block: Block) -> bool:
+        """Return True if a step has computed `block`, not only named it in its plan."""
+        return block.is_computed(self.cache.groups[block.group].block_size)
+
+    def _write_through(self, seq: Holder, blocks: list[Block], now: int) -> None:
+        """Write blocks of `seq` that got names into the nearest tier; planned ones wait."""
+        if self.levels[0].tier.write != "through":
+            return
+        if self.is_computed(blocks[-1]):
             self.levels[0].store(reversed(blocks), now, None)
+        else:
+            self._planned.setdefault(seq.id, []).append(blocks)
 
     def hit(self, blocks: Sequence[list[int]], now: int) -> None:
         """Called when an admission hits these blocks of the pool, by group."""

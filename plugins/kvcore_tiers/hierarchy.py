@@ -17,18 +17,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import attrs
 
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
+from kvcore.cache.span import Span
 from kvcore.cache.tiers import PrefillTime, Tier
 from kvcore.plugins import describe, resolve
 from kvcore.request import Request
 from kvcore.units import NS_PER_S
-from kvcore_tiers.level import Level, Mover, Part, TierLevel, Upper
+from kvcore_tiers.level import Level, Mover, Part, TierLevel, Upper, keyed, span_with
 
 LevelT = TypeVar("LevelT", bound=TierLevel)
 
@@ -183,6 +184,8 @@ class Tiers(Upper, TierStack[Level]):
         ]
         self.below = self.levels[0] if self.levels else None
         self._loading: list[Load] = []
+        # By id: sequences with shared blocks that a step is still to compute.
+        self._planned: dict[int, Holder] = {}
         # By request: its prefetch under way, and the ranges of blocks that one has loaded.
         self._ahead: dict[int | str, Load] = {}
         self._brought: dict[int | str, list[tuple[Level, int, int]]] = {}
@@ -198,6 +201,49 @@ class Tiers(Upper, TierStack[Level]):
         self.mover = mover
         for level in self.levels:
             level.mover = mover
+
+    # Down: no block before a step has computed it, though others may hit it since the plan.
+
+    def stored(self, span: Span, blocks: int, now: int) -> None:
+        """Called when blocks of `span` were stored in the pool; planned ones have to wait."""
+        seq = cast("Holder", span.creator)
+        if seq.computed < span.end * self.cache.geometry.block_size:
+            self._planned[seq.id] = seq
+        else:
+            super().stored(span, blocks, now)
+
+    def computed(self, seq: Holder, now: int) -> None:
+        """Write through the blocks of `seq` that were planned, and are computed now.
+
+        When it closes, all are: what is planned for a sequence is computed, or closes it.
+        """
+        if seq.id not in self._planned:
+            return
+        span = keyed(seq.span)
+        end = min(self._end_of(seq), span.end) if seq.is_open else span.end
+        if end == span.end:
+            del self._planned[seq.id]
+        span = span_with(span, end - 1)
+        below = self.below
+        if below is not None and below.tier.write == "through" and span.parent is not None:
+            below.store(span, end, now, None)
+
+    def hit(self, span: Span, now: int) -> None:
+        """Called when a request hits `span`; what is not computed on its path stays here."""
+        firsts: dict[Span, int] = {}  # by span: its first block that is not computed
+        for seq in self._planned.values():
+            first = self._end_of(seq)
+            of = span_with(seq.span, first)
+            firsts[of] = min(first, firsts.get(of, first))
+        end, node = span.end, span
+        while firsts and node.parent is not None:
+            end, node = min(end, firsts.get(node, end)), node.parent
+        if self.below is not None:
+            self.below.store_used(span, end, now, None)
+
+    def _end_of(self, seq: Holder) -> int:
+        """Return the end of the blocks of `seq` whose tokens are computed."""
+        return seq.computed // self.cache.geometry.block_size
 
     def drop_lost(self, now: int) -> None:
         """Drop blocks from the directories whose bytes could not be written."""
@@ -436,9 +482,9 @@ class Tiers(Upper, TierStack[Level]):
     def _came(self, seq: Holder, end: int, now: int) -> None:
         """Keep the prefetched blocks of a request, up to position `end`, in the pool."""
         # Not `KVCache.commit`: retention decides about the request after it has arrived.
+        seq.computed = end * self.cache.geometry.block_size
         if end > seq.span.end:
             self.cache.tree.commit(seq, end, now)
-        seq.computed = end * self.cache.geometry.block_size
         self.cache.close(seq, now, preempted=True)
 
     def _await(

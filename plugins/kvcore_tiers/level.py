@@ -206,7 +206,7 @@ class Upper:
     def hit(self, span: Span, now: int) -> None:
         """Called when a request hits `span`; the level below may store it after this use."""
         if self.below is not None:
-            self.below.store_used(span, now, self.source)
+            self.below.store_used(span, span.end, now, self.source)
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when blocks are about to leave; the level below may store victims."""
@@ -261,14 +261,17 @@ class Level(Upper, TierLevel):
 
     # Down.
 
-    def store_used(self, span: Span, now: int, source: Level | None) -> None:
-        """Store the part of the path to `span` with `write` hits, if that is a number."""
+    def store_used(self, span: Span, end: int, now: int, source: Level | None) -> None:
+        """Store the part of the path to `span` with `write` hits, if that is a number.
+
+        No block from position `end` on is stored.
+        """
         uses = self.tier.write
         if type(uses) is int:
-            while span.parent is not None and span.hit_count < uses:
+            while span.parent is not None and (span.hit_count < uses or span.start >= end):
                 span = span.parent
             if span.parent is not None:
-                self.store(span, span.end, now, source)
+                self.store(span, min(end, span.end), now, source)
 
     def store(self, span: Span, end: int, now: int, source: Level | None) -> None:
         """Write the blocks of the path down to `span`, up to position `end`, that are missing.
@@ -316,7 +319,7 @@ class Level(Upper, TierLevel):
 
         Returns None if there is no room for them, or the link is too busy.
         """
-        shared = _keyed(seq.span)
+        shared = keyed(seq.span)
         blocks = -(-tokens // shared.geometry.block_size)
         match = self.tree.match(shared.path_keys, shared.end, now)
         room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
@@ -326,7 +329,7 @@ class Level(Upper, TierLevel):
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
         """Write the first `tokens` tokens of `seq`, and pin them until `unpark`."""
-        shared, tree = _keyed(seq.span), self.tree
+        shared, tree = keyed(seq.span), self.tree
         blocks = -(-tokens // shared.geometry.block_size)
         if shared.parent is not None:
             self.store(shared, shared.end, now, None)
@@ -499,12 +502,19 @@ def _priorities(span: Span, first: int, now: int) -> list[PriorityStep] | None:
     return steps[::-1]
 
 
-def _keyed(span: Span) -> Span:
+def keyed(span: Span) -> Span:
     """Return the deepest span of the path down to `span` that is not generated.
 
     A tier shares no generated blocks: only one request can hit them.
     """
     while span.parent is not None and span.is_generated:
+        span = span.parent
+    return span
+
+
+def span_with(span: Span, position: int) -> Span:
+    """Return the span with the block at `position` of the path down to `span`."""
+    while span.parent is not None and span.start > position:
         span = span.parent
     return span
 

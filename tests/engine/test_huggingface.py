@@ -2,6 +2,7 @@
 
 import json
 import os
+from copy import deepcopy
 from importlib.util import find_spec
 from io import StringIO
 
@@ -15,6 +16,7 @@ from helpers.hugging import (  # noqa: E402
     LENGTHS,
     MIXED,
     SIZES,
+    STATES,
     VOCABULARY,
     longrope_fixed,
     paged_cache,
@@ -32,6 +34,7 @@ from transformers import (  # noqa: E402
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPTBigCodeConfig,
     LlamaConfig,
     LlamaModel,
@@ -50,6 +53,7 @@ from kvcore.models.spec import ModelSpec  # noqa: E402
 from kvcore.request import text_request, word_tokens  # noqa: E402
 from kvcore.serving import Batching  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # noqa: E402
+from kvcore_engine.backend import TorchCPU  # noqa: E402
 from kvcore_engine.generator import HuggingFace  # noqa: E402
 from kvcore_engine.generator import huggingface as module  # noqa: E402
 
@@ -67,6 +71,68 @@ def test_tokens_equal_those_of_generate(family):
     texts = [Text(ids[0].tolist()) for ids in prompts]
     found = generate(loaded(HuggingFace(model)), texts, 8, chunk=4)
     assert found == [tokens.tolist() for tokens in expected]
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3-mixed", "gpt-oss", "glm4-moe", "nemotron-h"]
+)
+def test_halved_weights_are_those_of_transformers(family, dtype, tmp_path):
+    """What transformers keeps wider as it loads a model stays so, from a folder or an object.
+
+    These are rotary frequencies, routers and their biases, norms, and decays of states.
+    """
+    experts = {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    routed = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    moe = Glm4MoeConfig(**SIZES, **experts, **routed)
+    config = {"glm4-moe": moe, **FAMILIES, **STATES}[family]
+    given = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+    given.save_pretrained(tmp_path)
+    expected = tensors(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=HALVES[dtype]))
+    assert torch.float32 in {tensor.dtype for tensor in expected.values()}
+    for model in (tmp_path, given):
+        generator = HuggingFace(model)
+        generator.load(TorchCPU(), dtype)
+        found = tensors(generator.network)
+        assert {name: found[name].dtype for name in expected} == {
+            name: tensor.dtype for name, tensor in expected.items()
+        }
+        assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def tensors(model):
+    """Return the parameters and buffers of a model by their names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halved_weights_turn_far_positions_as_in_transformers(dtype, tmp_path):
+    """After 2,000 tokens a run in half precision is as near to fp64 as transformers is."""
+    width = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = SIZES | width | {"max_position_embeddings": 4096, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=HALVES[dtype])
+    model.save_pretrained(tmp_path)
+    ids, rows = prompt(2000), {}
+    for name, kind in {"fp64": torch.float64, dtype: HALVES[dtype]}.items():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=kind).eval()
+        with torch.no_grad():
+            rows[name] = plain(ids, logits_to_keep=1).logits[0, -1].double()
+
+    class Recorded(HuggingFace):
+        def logits(self, batch, attend):
+            found = super().logits(batch, attend)
+            if len(found):
+                rows["run"] = found[-1].double()
+            return found
+
+    asked = [text_request(0, ids[0].tolist(), output=1, block_size=16)]
+    run(asked, generator=Recorded(tmp_path), dtype=dtype, block_size=16, blocks=200)
+    off, usual = ((rows[name] - rows["fp64"]).abs().max() for name in ("run", dtype))
+    assert off < 1.5 * usual
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

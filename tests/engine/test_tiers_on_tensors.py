@@ -96,6 +96,21 @@ def test_tiers_do_not_change_the_text(plain, swaps, tmp_path):
     assert moved(run, "errors") == [0, 0]
 
 
+@pytest.mark.parametrize("write", ["through", 1])
+@pytest.mark.parametrize("like", ["vllm", "vllm:lag=0"])
+def test_tiers_keep_what_was_computed_under_rules_that_share_plans(like, write, tmp_path):
+    """What a run like vLLM has left on a disk is right, whatever is written there."""
+    common = {"limit": 12, "shrink": 64, "block_size": 8, "blocks": 400, "dtype": "fp64"}
+    disk = f"disk:path={tmp_path / 'kv'},memory=64MiB,load=always,write={write}"
+    plain = run("mooncake", **common).outputs
+    trace = tmp_path / "trace.jsonl"
+    assert run("mooncake", **common, like=like, tier=[disk], trace=trace).outputs == plain
+    assert check_trace(trace).complete
+    later = run("mooncake", **common, tier=[disk])
+    assert later.summary()["tiers"][0]["loaded_blocks"]
+    assert later.outputs == plain
+
+
 class Buffered(Slots):
     """A backend with buffers of its own for copies to and from the host."""
 

@@ -348,6 +348,31 @@ def test_an_offload_that_waits_longer_than_max_wait_is_refused(tmp_path):
     assert error_of(path, events) == reason
 
 
+@pytest.fixture
+def planned(tmp_path):
+    """Return the path of a trace whose blocks are shared by plans, and written through."""
+    path = tmp_path / "trace.jsonl"
+    requests = [keyed(n, [1, 2, 3, 10 + n, 20 + n], arrival=0) for n in range(3)]
+    tiers = ["host:memory=2MiB,write=through", "disk:memory=3MiB,write=through"]
+    model = {"like": "vllm:lag=0", "blocks": 60, "block_size": 4}
+    kvcore.simulate(requests, **model, tier=tiers, trace=path)
+    return path
+
+
+def test_what_a_plan_shares_goes_down_when_it_is_computed(planned):
+    """It goes down after its step, also to make room, and not when its sequence is admitted."""
+    assert check_trace(planned).complete
+    events = lines(planned)
+    names = [line["event"] for line in events]
+    commit, offload = names.index("COMMIT"), names.index("OFFLOAD")
+    line = events.pop(offload)
+    early = line["t"] - events[commit]["t"]
+    assert early > 0
+    events.insert(commit + 1, line | {"t": line["t"] - early, "done": line["done"] - early})
+    reason = f"OFFLOAD: block 0 of request {line['request']} is not computed yet"
+    assert error_of(planned, events) == reason
+
+
 def test_only_a_run_on_tensors_may_lose_blocks_of_a_load(trace):
     """Only a run on tensors may lose blocks of a load to a DROP."""
     events = lines(trace)[:42]

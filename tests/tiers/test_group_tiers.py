@@ -7,8 +7,10 @@ from helpers.grouped_traces import SLOT as GROUP_SLOT
 from helpers.grouped_traces import TIERS, grouped_run
 from helpers.serving import ask
 from helpers.step_lists import POLICIES
+from helpers.traces import lines, seal
 
-from kvcore import InputError, Trace
+import kvcore
+from kvcore import InputError, Trace, TraceError
 from kvcore.plugins import resolve
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.eviction import LRU
@@ -157,6 +159,48 @@ def test_a_load_is_a_use_in_the_tier_below():
         stored.append(tiers.levels[1].stats.stored)
     assert [level.stats.loaded for level in tiers.levels] == [8, 0]
     assert stored == [0, 0, 0, 0, 4, 4]
+
+
+@pytest.mark.parametrize(("write", "stored"), [("through", [0, 0, 6, 6]), (1, [0, 0, 0, 6])])
+def test_blocks_of_groups_go_down_when_they_are_computed(write, stored):
+    """Blocks that the plan of a step has named, and that are hit, go down after the step."""
+    tier = f"host:memory={100 * SLOT},write={write}"
+    cache, tiers = below([FULL, WINDOW], 40, tier)
+    asked, found = ask(0, prompt=17, keys=[1, 2, 3, 4]), []
+
+    def note():
+        found.append(tiers.levels[0].stats.stored)
+
+    first = cache.open(asked, 17, 0)
+    cache.publish(first, 16, 1)
+    note()
+    assert cache.open(asked, 17, 2).computed == 16
+    note()
+    cache.commit(first, 16, 3)
+    note()
+    assert cache.open(asked, 17, 4).computed == 16
+    note()
+    assert found == stored
+
+
+def test_a_trace_of_groups_cannot_store_what_is_not_computed(tmp_path):
+    """An OFFLOAD at the time at which its sequence is admitted is refused."""
+    path = tmp_path / "trace.jsonl"
+    model = {"model": "gpt-oss-20b", "like": "vllm:lag=0", "memory": "40GiB", "limit": 2}
+    kvcore.simulate("mooncake", **model, tier="host:memory=9GiB,write=through", trace=path)
+    assert check_trace(path).complete
+    events = lines(path)
+    names = [event["event"] for event in events]
+    line = events.pop(names.index("OFFLOAD"))
+    commit = max(
+        n
+        for n, event in enumerate(events)
+        if event["event"] == "COMMIT" and event["t"] < line["t"]
+    )
+    early = line["t"] - events[commit]["t"]
+    events.insert(commit + 1, line | {"t": line["t"] - early, "done": line["done"] - early})
+    with pytest.raises(TraceError, match="is not computed yet"):
+        check_trace(seal(path, events))
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -183,6 +183,45 @@ def test_paths_longer_than_a_level_keep_their_beginning():
     assert level_of(run).tree.cached_blocks == 3
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_planned_blocks_are_written_through_once_they_are_computed(closes):
+    """Blocks that are shared when a step is planned go down when it ends, not before."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    (level,) = Tiers(cache, [f"host:memory=1MB,write=through,{FAST}"], SLOT).levels
+    first, later = (
+        cache.open(ask(n, prompt=blocks * BLOCK + 1, keys=prompt(1, blocks)), now=n)
+        for n, blocks in ((0, 4), (1, 6))
+    )
+    cache.publish(first, 4 * BLOCK, 2)
+    assert level.stats.stored == 0
+    if closes:
+        cache.close(first, 3)
+    else:
+        cache.commit(first, 2 * BLOCK, 3)
+        assert level.stats.stored == 2
+        cache.commit(first, 2 * BLOCK, 4)
+    assert level.stats.stored == 4
+    cache.commit(later, 6 * BLOCK, 5)
+    assert level.stats.stored == 6
+    cache.check_integrity()
+
+
+def test_hits_of_planned_blocks_store_what_is_computed_of_their_path():
+    """A hit of blocks that a step is still to compute writes only those before them."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    (level,) = Tiers(cache, [f"host:memory=1MB,write=1,{FAST}"], SLOT).levels
+    asked = ask(0, prompt=4 * BLOCK + 1, keys=prompt(1, 4))
+    first = cache.open(asked, now=0)
+    cache.commit(first, 2 * BLOCK, 1)
+    cache.publish(first, 2 * BLOCK, 2)
+    assert cache.open(asked, now=3).hit_blocks == 4
+    assert level.stats.stored == 2
+    cache.commit(first, 2 * BLOCK, 4)
+    assert level.stats.stored == 2
+    cache.open(asked, now=5)
+    assert level.stats.stored == 4
+
+
 @pytest.mark.parametrize(
     ("eviction", "lookups", "stored"),
     [("lru", [4, 2, 4, 4], 10), ("ttl:ttl=1", [4, 4, 3, 2, 4, 4, 4, 4], 14)],

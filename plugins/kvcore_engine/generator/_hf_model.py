@@ -9,9 +9,11 @@ over by a name, and the cache of the step is passed as the argument `paged`.
 from __future__ import annotations
 
 import inspect
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import chain
 from math import prod
@@ -274,6 +276,39 @@ def switch_over(model: PreTrainedModel) -> str:
         raise InputError(msg)
     model.set_attn_implementation(IMPLEMENTATION)
     return before
+
+
+def convert(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Move `model` to `device`, and convert its weights as transformers does to load them so.
+
+    That leaves some tensors wider than `dtype`: the frequencies of rotary embeddings, which
+    rounded would turn far positions by wrong angles, and what a class keeps in fp32, such as
+    the routers of experts. A model of the same class without memory tells which they are.
+    Quantized weights are left to transformers, which refuses some.
+    """
+    if getattr(model, "quantization_method", None) is not None:
+        model.to(device=device, dtype=dtype)
+        return
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            twin = type(model)(deepcopy(model.config))
+    finally:
+        torch.set_default_dtype(default)
+    kinds = {name: tensor.dtype for name, tensor in _tensors(twin)}
+    for pattern, kept in model._get_dtype_plan(dtype).items():  # noqa: SLF001 - no other name
+        stored = re.compile(pattern.replace("*", ".*"))
+        kinds |= {name: kept for name in model.state_dict() if stored.search(name)}
+    for name, tensor in _tensors(model):
+        kind = kinds.get(name, dtype) if tensor.is_floating_point() else tensor.dtype
+        tensor.data = tensor.data.to(device, kind)
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model by their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def spec_of(model: PreTrainedModel) -> ModelSpec:

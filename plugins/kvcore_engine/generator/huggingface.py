@@ -218,6 +218,7 @@ class HuggingFace(SamplingGenerator):
         """
         from kvcore_engine.generator._hf_model import (  # noqa: PLC0415
             attention_numbers,
+            convert,
             layer_types,
             switch_over,
         )
@@ -229,7 +230,7 @@ class HuggingFace(SamplingGenerator):
 
         super().load(backend, dtype)
         switch_over(self.network)
-        self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])
+        convert(self.network, backend.tensor([0]).device, TORCH_DTYPES[dtype])
         kinds = layer_types(self.network)
         pass_through_blocks(state_layers(self.network, kinds))
         self._numbers = attention_numbers(kinds)

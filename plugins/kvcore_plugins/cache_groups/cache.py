@@ -382,7 +382,7 @@ class GroupedCache:
             hit // size, hit, hit, hit // size, length, self._root,
         )  # fmt: skip
         seq.names, seq.boundaries, seq.fresh = names, match.boundaries, []
-        seq.settled, seq.committed_at, seq.tables = hit, None, []
+        seq.settled, seq.committed_at, seq.planned, seq.tables = hit, None, 0, []
         seq.room, seq.fills_at = hit, hit + size
         for group, blocks in zip(self.groups, match.blocks, strict=True):
             self._hold(blocks)
@@ -476,6 +476,8 @@ class GroupedCache:
         seq.committed_at = now
         seq.computed += tokens
         self.store(seq, seq.computed)
+        if self.tiers is not None:
+            self.tiers.computed(seq, self.now)
         if seq.fresh:
             self._fresh.difference_update(seq.fresh)
             seq.fresh.clear()
@@ -485,8 +487,8 @@ class GroupedCache:
 
         Nobody hits a state before it is committed: a state is read when a step begins.
         """
-        self.now = now
-        seq.fresh.extend(self.store(seq, seq.computed + tokens))
+        self.now, seq.planned = now, seq.computed + tokens
+        seq.fresh.extend(self.store(seq, seq.planned))
         self._fresh.update(seq.fresh)
 
     def store(self, seq: GroupSequence, tokens: int) -> list[tuple[int, Name]]:
@@ -565,6 +567,8 @@ class GroupedCache:
         self._begin(seq, now)
         del self.sequences[seq.id]
         seq.is_open = False
+        if self.tiers is not None:
+            self.tiers.computed(seq, self.now)
         self._fresh.difference_update(seq.fresh)
         freed: Ids = array("i")
         for table in seq.tables:

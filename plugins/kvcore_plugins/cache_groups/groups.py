@@ -234,14 +234,15 @@ class GroupSequence(CacheSequence):
         settled: tokens that it had before its last `grow`.
         committed_at: the time (ns) of its last commit.
         fresh: the states that have a name and that it has not computed yet, by group and name.
+        planned: tokens after the last step whose plan has given its blocks names.
         room: tokens for which it has blocks in all groups.
         fills_at: number of tokens that fill the next block that can get a name.
         passes_at: number of tokens after which the next block is passed in a group.
     """
 
     __slots__ = (
-        "boundaries", "committed_at", "fills_at", "fresh", "names", "passes_at", "room",
-        "settled", "tables",
+        "boundaries", "committed_at", "fills_at", "fresh", "names", "passes_at", "planned",
+        "room", "settled", "tables",
     )  # fmt: skip
 
     tables: list[Table]
@@ -250,6 +251,7 @@ class GroupSequence(CacheSequence):
     settled: int
     committed_at: int | None
     fresh: list[tuple[int, Name]]
+    planned: int
     room: int
     fills_at: float
     passes_at: float

@@ -2,7 +2,8 @@
 
     of these lines             demands or allows
     EVICT of the pool          before it, OFFLOAD of its blocks where a tier takes victims
-    COMMIT                     OFFLOAD of what it named, by `through`
+    COMMIT                     OFFLOAD of what it named, by `through`; later where a plan may
+                               name blocks, and then not when their sequence is admitted
     HIT, LOAD_START            OFFLOAD of what was hit, by a number of uses
     HIT, MISS                  LOAD_START of the sequence, one for each run of blocks, at once
     LOAD_START                 LOAD, when its last transfer is done, in the same order
@@ -55,6 +56,13 @@ class GroupTierChecker:
         self._owed: set[tuple[str, Place]] = set()
         self._taken: Counter[str] = Counter()
         self._dropped: set[tuple[str, Place]] = set()
+        # Where plans name blocks: by sequence, those that it has named; and those of sequences
+        # that were admitted in this call, whose tokens no step has computed.
+        caps = state.header.batching or {}
+        self._plans = caps.get("commit") == "scheduled" or "rules" in state.header.plugins
+        self._planned: dict[int, set[Place]] = {}
+        self._uncomputed: set[Place] = set()
+        self._new: set[int] = set()
         # Tier and source of the line before, if that is an OFFLOAD.
         self._writing: tuple[str, str] | None = None
         # The nearest tier, and the one below each.
@@ -64,7 +72,7 @@ class GroupTierChecker:
         self._missing: set[Place] = set()
         # The sequence of which a load is done.
         self._arriving: int | None = None
-        self._checks = methods_by_event(self, *TIERED, "HIT", "MISS", "EVICT", "COMMIT")
+        self._checks = methods_by_event(self, *TIERED, "HIT", "MISS", "EVICT", "COMMIT", "FREE")
 
     def check(self, event: Any) -> None:
         """Check an event against the state before it.
@@ -86,6 +94,8 @@ class GroupTierChecker:
             self._taken.clear()
             for places in (self._named, self._hits, self._loaded, self._dropped):
                 places.clear()
+            self._uncomputed.clear()
+            self._new.clear()
         if self._arriving is not None:
             self._must_arrive(event)
         check = self._checks.get(event.event)
@@ -137,10 +147,11 @@ class GroupTierChecker:
         tokens = event.blocks * self._state.header.block_size
         needed = self._state.needed(event.request, tokens)
         self._hits.update((POOL, place) for _, place in needed)
-        self._admitted = event.seq
+        self._miss(event)
 
-    def _miss(self, event: events.Miss) -> None:
+    def _miss(self, event: events.GroupHit | events.Miss) -> None:
         self._admitted = event.seq
+        self._new.add(event.seq)
 
     def _commit(self, event: events.GroupCommit) -> None:
         group = self._state.group(event.group)
@@ -149,8 +160,18 @@ class GroupTierChecker:
         for position in range(event.first, event.first + event.blocks):
             place = group.index, name_of(prompt, group, position)
             self._named.add((POOL, place))
-            if (below := self._takes(POOL, "through")) is not None:
+            if self._plans:
+                self._planned.setdefault(event.seq, set()).add(place)
+                if event.seq not in self._new:
+                    self._uncomputed.discard(place)
+                elif place[1] not in self._state.names[place[0]]:
+                    self._uncomputed.add(place)
+            elif (below := self._takes(POOL, "through")) is not None:
                 self._owed.add((below, place))
+
+    def _free(self, event: events.GroupFree) -> None:
+        if event.reason == "close":
+            self._planned.pop(event.seq, None)
 
     def _evict(self, event: events.GroupEvict) -> None:
         for block in self._state.ids(event.runs):
@@ -189,12 +210,23 @@ class GroupTierChecker:
             moved = source, place
             if write == "evict":
                 self._leaving.add(moved)
-            elif moved not in (self._named if write == "through" else self._hits):
-                violated(f"block {place[1]!r} was not stored or hit in {source!r} before this")
+            else:
+                self._must_go_down(source, place, through=write == "through")
             self._named.add((tier.name, place))
             if (below := self._takes(tier.name, "through")) is not None:
                 self._owed.add((below, place))
         must_be_done(event, tier, write=True, exact=self._exact)
+
+    def _must_go_down(self, source: str, place: Place, *, through: bool) -> None:
+        """Check that a block was stored or hit in this call, or named by a plan before."""
+        planned = self._planned.values() if through and source == POOL else ()
+        self._state.count_work(len(planned))
+        if source == POOL and place in self._uncomputed:
+            violated(f"block {place[1]!r} is not computed yet")
+        if (source, place) not in (self._named if through else self._hits) and not any(
+            place in places for places in planned
+        ):
+            violated(f"block {place[1]!r} was not stored or hit in {source!r} before this")
 
     def _drop(self, event: events.Discard) -> None:
         tier, places = self._tiers.tier(event.tier), self._state.places(event)
@@ -261,4 +293,5 @@ class GroupTierChecker:
         if self._exact and event.t < done:
             violated(f"what sequence {event.seq} loads is there at {done} ns")
         self._arriving = event.seq
+        self._new.discard(event.seq)
         self._loaded.update((event.tier, place) for place in self._state.places(event))

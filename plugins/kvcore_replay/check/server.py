@@ -534,9 +534,9 @@ class TraceChecker(CacheChecker[CacheState]):
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 
     def _refuse_early(self, name: str) -> None:
-        # The blocks that a swapped sequence leaves in a tier are stored before it closes.
-        if name not in TIERED or self._tiers is None or not self._tiers.swaps:
-            assert self._due is not None
+        assert self._due is not None
+        tiers, seq = self._tiers, self._due[1]
+        if name not in TIERED or tiers is None or not tiers.stores_before_close(seq):
             violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
 
     def _refuse_unpinned(self) -> None:

@@ -16,6 +16,8 @@ what they demand is kept in an attribute until it comes:
 
     of these lines          demands                                     attribute
     EVICT, COMMIT           allows OFFLOAD of the blocks                _evicted, _committed
+    COMMIT of what a plan   allows OFFLOAD of the blocks once they are  _plans
+    shares                  computed, and none before
     PREEMPT swap            OFFLOAD parked, FREE                        _swap
     HIT, MISS, PREFETCH     allows loads of the sequence                _admitted
     the first of its loads  the others, then COMMIT                     _arriving, _owed
@@ -70,6 +72,62 @@ class _Swap:
     tier: TracedTier | None = None
 
 
+class _Plans:
+    """The blocks that plans have shared: they go down when they are computed.
+
+    Args:
+        header: that of the trace.
+
+    Attributes:
+        planned: by sequence its keys, and the end of the blocks that it shared last, which can
+            go down later; empty where no plan shares blocks.
+    """
+
+    def __init__(self, header: events.Header) -> None:
+        caps, self.planned = header.batching or {}, dict[int, tuple[list[Any], int]]()
+        self._share = caps.get("commit") == "scheduled" or "rules" in header.plugins
+        # Sequences that were admitted at this time, and of the blocks that these have committed
+        # since, which no step has computed: keys, and the first one.
+        self._new: set[int] = set()
+        self._uncomputed: list[tuple[list[Any], int]] = []
+
+    def advance(self) -> None:
+        """Note that time passes: what was planned may be computed."""
+        self._new.clear()
+        self._uncomputed.clear()
+
+    def admit(self, seq: int) -> None:
+        """Note that a sequence is admitted."""
+        if self._share:
+            self._new.add(seq)
+
+    def load(self, seq: int) -> None:
+        """Note that a sequence has loaded blocks, which are not to be computed."""
+        self._new.discard(seq)
+
+    def commit(self, seq: int, keys: list[Any], first: int, end: int) -> None:
+        """Note that a sequence shares its blocks from `first` to `end`."""
+        if self._share:
+            self.planned[seq] = keys, end
+        if seq in self._new:
+            self._uncomputed.append((keys, first))
+
+    def must_be_computed(self, prompt: TracedPrompt, end: int, ratio: int) -> int:
+        """Check that no block of a prompt before `end` is still to be computed. Return work."""
+        for keys, first in self._uncomputed:
+            key = slice(first // ratio, first // ratio + 1)
+            if first < end and keys[key] == prompt.keys[key]:
+                violated(f"block {first} of request {prompt.id!r} is not computed yet")
+        return len(self._uncomputed) + len(self.planned)
+
+    def have(self, keys: list[Any], end: int, ratio: int) -> bool:
+        """Return True if a plan may have shared the blocks before `end`."""
+        last = slice((end - 1) // ratio, (end - 1) // ratio + 1)
+        return any(
+            end <= upto and known[last] == keys[last] for known, upto in self.planned.values()
+        )
+
+
 class TierChecker:
     """Checks the lines of tiers, and the lines of the pool that must come before or after.
 
@@ -98,10 +156,11 @@ class TierChecker:
         # What makes blocks of the pool go down into the nearest tier: `evict`, `through`, or
         # after how many hits.
         self._rule = next(iter(tiers.levels.values())).record.options.get("write")
-        # The blocks of the last line of the pool, if that evicted some, and of the last COMMIT,
-        # if COMMIT, SPLIT and FREE alone have come since: keys, and the end of the blocks.
+        # The blocks of the last line of the pool, if that is EVICT, or if it is COMMIT: keys,
+        # and the end of the blocks.
         self._evicted: tuple[list[Any], int] | None = None
         self._committed: tuple[list[Any], int] | None = None
+        self._plans = _Plans(header)
         # From PREEMPT to the next line of the pool.
         self._swap: _Swap | None = None
         # The sequence that was just admitted, and the one with some of its loads done.
@@ -133,10 +192,12 @@ class TierChecker:
         self._due_hit: Any = None
         self._checks = methods_by_event(self, *TIERED)
 
-    @property
-    def swaps(self) -> bool:
-        """Whether a preempted sequence is about to be parked in a tier and closed."""
-        return self._swap is not None
+    def stores_before_close(self, seq: int) -> bool:
+        """Return True if blocks of `seq`, which is about to close, may go down before.
+
+        It is to be parked, or was the last to compute what a plan has shared.
+        """
+        return self._swap is not None or seq in self._plans.planned
 
     @property
     def _by_hits(self) -> bool:
@@ -154,6 +215,8 @@ class TierChecker:
             ViolationError: it contradicts what came before.
         """
         self._is_later = begins
+        if begins:
+            self._plans.advance()
         if self._only_recovered and event.event != "RECOVER":
             self._must_be_recovered()
         if self._owed is not None:
@@ -173,19 +236,17 @@ class TierChecker:
 
     # The lines of the pool.
 
-    def _between(self, event: Any) -> None:  # noqa: C901, PLR0912 - a line, from top to bottom
+    def _between(self, event: Any) -> None:  # noqa: C901 - a line, from top to bottom
         """Check that a line of the pool may stand here, and record its effects."""
         name, seq = event.event, getattr(event, "seq", -1)
         self._must_be_settled(event)
         if seq in self._tiers.loads:
             violated(f"sequence {seq} waits for what it loads")
         self._stored_into.clear()
-        self._swap = self._evicted = self._loaded = None
-        # Blocks of a commit may have other owners, by a fork, whose lines come before OFFLOAD.
-        if name not in ("COMMIT", "SPLIT", "FREE"):
-            self._committed = None
+        self._swap = self._evicted = self._committed = self._loaded = None
         if name in ("HIT", "MISS", "PREFETCH"):
             self._admitted = seq
+            self._plans.admit(seq)
         elif name != "ALLOC" and not (name == "EVICT" and self._admitted in self._ahead):
             self._admitted = -1
         if name == "PREFETCH":
@@ -202,7 +263,8 @@ class TierChecker:
             if seq not in self._ahead:
                 self._must_not_rest(prompt.id)
             if event.how in ("new", "grown"):
-                self._committed = prompt.keys, event.first + event.blocks
+                self._committed = keys, end = prompt.keys, event.first + event.blocks
+                self._plans.commit(seq, keys, event.first, end)
         elif name == "FINISH":
             self._must_not_rest(event.request)
         elif name == "PREEMPT" and event.how == "swap":
@@ -235,6 +297,7 @@ class TierChecker:
 
     def close(self, seq: int) -> bool:
         """Record that `seq` closes; return True if it was ahead of its request."""
+        self._plans.planned.pop(seq, None)
         return self._ahead.pop(seq, None) is not None
 
     def _must_be_settled(self, event: Any) -> None:
@@ -326,7 +389,8 @@ class TierChecker:
         keys, last = prompt.keys, (end - 1) // self._ratio
         if last >= len(keys):
             violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
-        here, leaves = self._cached.match(keys), self._rule == "evict" or self.swaps
+        self._state.count_work(self._plans.must_be_computed(prompt, end, self._ratio))
+        here, leaves = self._cached.match(keys), self._rule == "evict" or self._swap is not None
         reason = self._evicted if leaves else self._committed
         led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
         if here < end and not (leaves and led):
@@ -341,7 +405,9 @@ class TierChecker:
             if self._is_later:
                 self._expect_hit()
             self._due_hit = event.request
-        elif self._is_later or not led:
+        elif (self._is_later or not led) and not (
+            self._rule == "through" and self._plans.have(keys, end, self._ratio)
+        ):
             violated("nothing was evicted or stored just before that goes down")
 
     def _must_come_down(
@@ -362,11 +428,15 @@ class TierChecker:
             self._load_due = True
 
     def _expect_hit(self) -> None:
-        """Record that a call begins with this line: it must be an admission that hits."""
-        if not self._by_hits:
+        """Record that a call begins with this line, which makes room for what goes down.
+
+        It must be an admission that hits, or the end of a step that a plan has shared.
+        """
+        if self._by_hits:
+            if self._due_hit is None:
+                self._due_hit = ANY
+        elif self._rule != "through" or not self._plans.planned:
             violated("nothing was evicted or stored just before that goes down")
-        if self._due_hit is None:
-            self._due_hit = ANY
 
     def _park(self, event: events.Offload, tier: TracedTier, end: int) -> None:
         swap = self._swap
@@ -441,6 +511,7 @@ class TierChecker:
             violated(f"{useful} blocks are loaded, not {event.blocks}")
         end = event.first + event.blocks
         self._loaded = tier, seq.prompt.keys, end
+        self._plans.load(event.seq)
         if complete:
             self._come = end
         self._arriving = event.seq if len(waiting) > 1 else -1
