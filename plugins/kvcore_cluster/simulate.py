@@ -44,6 +44,7 @@ def simulate_cluster(
     residency: bool = True,
     trace: ClusterTrace | None = None,
     header: Mapping[str, Any] | None = None,
+    make: Callable[..., Cluster] | None = None,
 ) -> ClusterResult:
     """Serve `workload` with several replicas, in the time that latency models give.
 
@@ -62,6 +63,7 @@ def simulate_cluster(
         residency: whether to measure how long blocks rest.
         trace: the trace of all decisions.
         header: more fields for the header of the trace.
+        make: builds the cluster, such as one that ends early; None: one without more.
 
     Raises:
         InputError: parts that do not fit one another, or a workload out of order.
@@ -106,7 +108,7 @@ def simulate_cluster(
             cache.record_residency()
         return loop
 
-    cluster_type = Cluster if phases is None else partial(PhaseCluster, **phases)
+    cluster_type = make or (Cluster if phases is None else partial(PhaseCluster, **phases))
     cluster = cluster_type(
         Arrivals(check_keys(workload), rate_scale),
         [partial(start, number, parts) for number, parts in enumerate(replicas)],
