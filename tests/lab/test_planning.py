@@ -15,6 +15,7 @@ from kvcore.workloads import Workload
 from kvcore_lab.plans.fleet import Fleet
 from kvcore_lab.plans.planning import Limit, _worthwhile
 from kvcore_lab.plans.planning import plan as search
+from kvcore_lab.report.plan import _beside
 from kvcore_lab.sweep import Grid, Journal, Plan
 from kvcore_lab.sweep.cells import CellRunner
 from kvcore_lab.sweep.executors import ThisProcess
@@ -584,6 +585,23 @@ class Lossy:
         """Take one task and yield nothing."""
         tasks.popleft()
         yield from ()
+
+
+@pytest.mark.parametrize(
+    ("percentile", "met", "told"),
+    [
+        (95, 0.9496, "94.96%"),
+        (95, 0.95, "95.0%"),
+        (95, 0.881, "88.1%"),
+        (99, 0.98999, "98.999%"),
+        (99.9, 0.999, "99.9%"),
+    ],
+)
+def test_a_share_that_misses_its_percentage_does_not_look_as_if_it_met_it(
+    percentile, met, told
+):
+    """A share has one digit, or as many as it takes to show that it is less than is asked."""
+    assert _beside(percentile, met) == told
 
 
 def test_an_executor_that_loses_tasks_is_named():

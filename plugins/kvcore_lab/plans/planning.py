@@ -1,7 +1,7 @@
 """Plans: the smallest fleet that meets an SLO in simulation, and what limits a smaller one.
 
-A fleet is a number of replicas of the model, all on equal numbers of GPUs. There is no router:
-sessions are divided among the replicas by a hash, and each replica is simulated alone.
+A fleet is a number of replicas of the model, all on equal numbers of GPUs, and a router that
+divides the requests among them.
 
     GPUs       1, 2, 4 miss ──► 8 meets ──► 16      however they are divided into replicas
     replicas   bisected between the last number that misses and the first that meets
@@ -9,7 +9,7 @@ sessions are divided among the replicas by a hash, and each replica is simulated
                                                     what the longest sequence needs
     host RAM   bisected down from all there is      in steps of a quarter of a doubling
 
-More of a resource mostly helps, but not always: the sessions may be divided unevenly, and a
+More of a resource mostly helps, but not always: a router may divide requests unevenly, and a
 smaller pool may admit requests in a better order. So a few sizes below the least one that
 bisection finds are tried as well.
 """
@@ -279,8 +279,8 @@ def plan(
     """Return the least GPUs, K/V memory and host RAM with which a workload meets its SLO.
 
     `kvcore.plan("mooncake", device="h100", slo="ttft=2,tpot=0.05", percentile=95)` searches as
-    `kvcore plan` does: by simulating fleets of replicas, among which sessions are divided by
-    hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
+    `kvcore plan` does: by simulating fleets of replicas, among which a router divides the
+    requests. `plan(...).limit` is the reason that a smaller fleet does not meet it.
 
     For each number of GPUs of a replica: the fewest replicas that meet it, with the smallest
     pool; and, if fewer replicas meet it with host RAM, these with the least host RAM. Fleets
@@ -309,7 +309,8 @@ def plan(
         progress: shows the number of simulations that are done; None: shows nothing.
         gpu_price: dollars an hour by device, in place of those of a table.
         options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
-            `eviction`; plugins by name. `blocks` or `memory` is the largest pool of a replica.
+            `eviction` and `router` (`llm-d`); plugins by name. `blocks` or `memory` is the
+            largest pool of a replica.
 
     Raises:
         InputError: as `simulate`, or nothing to plan for.

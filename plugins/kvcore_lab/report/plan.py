@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -110,18 +111,19 @@ class PlanReport:
         text = f"Limit: {limit['verdict']}: {LIMITS[limit['verdict']]}."
         if limit["fleet"] is None:
             return text
+        beside = partial(_beside, self.plan["percentile"])
         policies = [
-            f"{policy['kind']} {policy['name']} {policy['slo_met']:.1%}"
+            f"{policy['kind']} {policy['name']} {beside(policy['slo_met'])}"
             for policy in limit["policies"]
         ]
         if len(policies) > SHOWN:
             policies[SHOWN:] = [f"{len(policies) - SHOWN} more"]
         others = f"with {', '.join(policies)}; " if policies else ""
         granted = "; ".join(
-            f"{GRANTED[grant]}, {met:.1%}" for grant, met in limit["granted"].items()
+            f"{GRANTED[grant]}, {beside(met)}" for grant, met in limit["granted"].items()
         )
         return (
-            f"{text} Of {self.fleet(limit['fleet'])}, {share(limit['slo_met'])} of the "
+            f"{text} Of {self.fleet(limit['fleet'])}, {beside(limit['slo_met'])} of the "
             f"requests meet the SLO; {others}{granted}."
         )
 
@@ -131,7 +133,9 @@ class PlanReport:
         prices = self.plan["gpu_prices"]
         costs = f" Cost: {prices}; {PER_MILLION}" if prices else ""
         busiest = "busiest: the share of the prompt tokens that one replica gets"
-        return f"{BY_HASH}; {busiest}.{costs}\n{_shared(self.plan['setup'])}"
+        return (
+            f"{_routed(self.plan['setup'])}; {busiest}.{costs}\n{_shared(self.plan['setup'])}"
+        )
 
     def chart(self) -> Chart:
         """Return a chart of the GPUs, the memory and the requests in time of each fleet."""
@@ -240,7 +244,7 @@ class DevicePlansReport:
             lines.append(f"{cost}. {report.limit}")
         first = self.plans["plans"][0]
         alike = {name: value for name, value in first["setup"].items() if name != "device"}
-        return "\n".join([*lines, f"{BY_HASH}. {PER_MILLION}", _shared(alike)])
+        return "\n".join([*lines, f"{_routed(alike)}. {PER_MILLION}", _shared(alike)])
 
     def chart(self) -> Chart:
         """Return a chart of the cost, the first tokens and the throughput of each fleet."""
@@ -262,8 +266,12 @@ COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
 
 TIMES = ("ttft", "tpot")
 """The times that an SLO is about."""
-BY_HASH = "Sessions are divided among replicas by hash"
 PER_MILLION = "$/M: dollars per million generated tokens."
+
+
+def _routed(setup: Mapping[str, Any]) -> str:
+    """Return a sentence on how replicas share requests, without its full stop."""
+    return f"Requests are divided among replicas by the router {setup['router']}"
 
 
 def _shared(setup: Mapping[str, Any]) -> str:
@@ -280,7 +288,7 @@ def saturated(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
     first, device = growing[0], growing[0].get("device", setup["device"])
     able = f"{first['tensor_parallel']} x {device}"
     if first["replicas"] > 1:
-        able = f"one of {first['replicas']} replicas of {able}"
+        able = f"{first['replicas']} replicas of {able}"
     times = "times of every fleet"
     if len(growing) < len(fleets):
         times = f"times marked * ({len(growing)} of {counted(len(fleets), 'fleet')})"
@@ -339,6 +347,13 @@ def _met(fleet: Mapping[str, Any]) -> str:
     text = f"{fleet['slo_met']:.1%} do, {fleet['met']:,} of {fleet['judged']:,} "
     text += f"(95% interval: {low:.1%} to {high:.1%})"
     return f"{text}; {fleet['rejected']:,} are rejected for good" if fleet["rejected"] else text
+
+
+def _beside(percentile: float, met: float) -> str:
+    """Return a share in percent, with the digits that show whether it reaches `percentile`."""
+    texts = [f"{met:.{digits}%}" for digits in range(1, 7)]
+    short = met < percentile / 100
+    return next((text for text in texts if (float(text[:-1]) < percentile) == short), texts[0])
 
 
 def _add_rejected(
