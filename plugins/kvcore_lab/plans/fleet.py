@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import attrs
 
-from kvcore.cache import BlockLayout, KVCache
+from kvcore.cache import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig
 from kvcore.config.options import option_default
@@ -24,22 +24,22 @@ from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.arrivals import Arrivals
 from kvcore_cluster.cluster import Cluster
 from kvcore_cluster.config import ClusterParts
-from kvcore_cluster.replica import Server
+from kvcore_cluster.replica import ReplicaLoop, Server
 from kvcore_cluster.result import ClusterResult
-from kvcore_cluster.simulate import simulate_cluster
+from kvcore_cluster.simulate import ReplicaParts, replica_loop, result_of
 from kvcore_lab.plans.early_end import DecidedError
 from kvcore_lab.sweep.cells import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore_replay.belady import Foresight
 from kvcore_replay.untimed import replay, replay_groups
-
-if TYPE_CHECKING:
-    from kvcore_plugins.cache_groups import GroupedCache
 
 Grant = Literal["", "foresight", "endless", "seen"]
 """An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a
 pool that never fills and holds every prompt before the first request arrives. Empty: none."""
 
 GRANTS: tuple[Grant, ...] = ("foresight", "endless", "seen")
+
+Heard: TypeAlias = Callable[[Request, int], None]
+"""Called with a request of which a replica has news, and the time (ns)."""
 
 LOOK = 50
 """Number of requests that end between two counts of the missed SLOs."""
@@ -254,9 +254,31 @@ def _served(
             replicas[number] = ClusterParts(
                 alone, parts.plugins, workload=parts.workload
             ).arguments
+    router, slo = arguments["router"], arguments["slo"]
     seen = requests if grant == "seen" else []
-    make = partial(_Judged, most_missed, seen)
-    return simulate_cluster(requests, **arguments, residency=False, make=make)
+    if seen:
+        begin = int(seen[0].arrival / Fraction(str(config.rate_scale)))
+        seen = [attrs.evolve(request, arrival=begin) for request in seen]
+
+    def start(replica: ReplicaParts, on_first_token: Heard, on_ended: Heard) -> ReplicaLoop:
+        """Return the loop of a replica, whose cache has served the requests of `seen`."""
+        built = replica(None)
+        if built["cache"].grouped:
+            replay_groups(seen, built["cache"])
+        else:
+            replay(seen, built["cache"])
+        return replica_loop(built, slo, on_first_token, on_ended)
+
+    cluster = _Judged(
+        most_missed,
+        Arrivals(requests, config.rate_scale),
+        [partial(start, replica) for replica in replicas],
+        router,
+        arguments["view"],
+        slo=slo,
+    )
+    cluster.run()
+    return result_of(cluster, router, slo)
 
 
 class _Again(Router):
@@ -275,27 +297,11 @@ class _Again(Router):
 
 
 class _Judged(Cluster):
-    """A cluster whose run ends when more than `most_missed` requests have missed their SLO.
+    """A cluster whose run ends when more than `most_missed` requests have missed their SLO."""
 
-    The cache of each replica has served the requests of `seen` before the first one arrives.
-    """
-
-    def __init__(
-        self,
-        most_missed: int,
-        seen: list[Request],
-        arrivals: Arrivals,
-        *more: Any,
-        **named: Any,
-    ) -> None:
+    def __init__(self, most_missed: int, *parts: Any, **named: Any) -> None:
         self._most_missed, self._since = most_missed, 0
-        super().__init__(arrivals, *more, **named)
-        before = [attrs.evolve(request, arrival=self.begin) for request in seen]
-        for cache in (server.loop.cache for server in self.servers if seen):
-            if cache.grouped:
-                replay_groups(before, cast("GroupedCache", cache))
-            else:
-                replay(before, cast("KVCache", cache))
+        super().__init__(*parts, **named)
 
     def run(self) -> None:
         """Serve the requests until it is decided whether too many miss."""
