@@ -588,6 +588,24 @@ class Lossy:
 
 
 @pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, True),
+        ({"device": "h100:memory=84.9GB"}, True),
+        ({"weights_dtype": "fp8"}, False),
+        ({"device": "a100-80g"}, False),
+        ({"model": "gpt-oss-20b"}, False),
+    ],
+)
+def test_weights_in_fp8_are_told_of_where_they_would_help(options, told):
+    """A plan names the flag if weights have 16 bits, and the device computes with fp8."""
+    found = plan("zipf:requests=9", **ONE | {"latency": "roofline"} | options, slo="ttft=9")
+    assert (
+        "Not tried: --weights-dtype fp8, which h100" in " ".join(str(found).split())
+    ) is told
+
+
+@pytest.mark.parametrize(
     ("percentile", "met", "told"),
     [
         (95, 0.9496, "94.96%"),

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvcore.config.options import option_default, read_option
-from kvcore.models.catalogue import DEVICES
+from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.memory import USABLE
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
@@ -311,7 +311,7 @@ FEW = 1000
 
 
 def cautions(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
-    """Return sentences about what makes a plan uncertain: few requests, optimistic times."""
+    """Return sentences on what makes a plan uncertain, and on weights in fp8, if not tried."""
     lines = []
     judged = fleets[0]["judged"] if fleets else FEW
     if judged < FEW:
@@ -324,6 +324,16 @@ def cautions(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> s
             "First tokens come later on real servers: on 2,263 measured ones the roofline's "
             "mean TTFT is 32% too early in the median, and 39% off "
             "(docs/explanation/fidelity.md)."
+        )
+    name, best = setup["model"], fleets[0] if fleets else setup
+    device = str(best.get("device", setup["device"])).partition(":")[0]
+    model, gpu = MODELS.get(name), DEVICES.get(device)
+    wide = model is not None and {model.dtype, model.expert_dtype} <= {"bf16", "fp16"}
+    if wide and gpu is not None and gpu.fp8_flops and setup.get("weights_dtype") is None:
+        lines.append(
+            f"Not tried: --weights-dtype fp8, which {gpu.name} computes {name} faster with, and "
+            "which leaves more for K/V: often the largest saving. What it does to answers is "
+            "not simulated."
         )
     return "\n".join(lines)
 
