@@ -331,9 +331,9 @@ def cautions(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> s
     wide = model is not None and {model.dtype, model.expert_dtype} <= {"bf16", "fp16"}
     if wide and gpu is not None and gpu.fp8_flops and setup.get("weights_dtype") is None:
         lines.append(
-            f"Not tried: --weights-dtype fp8, which {gpu.name} computes {name} faster with, and "
-            "which leaves more for K/V: often the largest saving. What it does to answers is "
-            "not simulated."
+            f"Not tried: --weights-dtype fp8, which {gpu.name} computes {name} faster with, "
+            "and which leaves more for K/V: often the largest saving. What it does to answers "
+            "is not simulated."
         )
     return "\n".join(lines)
 
