@@ -557,11 +557,17 @@ class Backwards:
 
 def test_a_plan_does_not_depend_on_which_simulation_ends_first():
     """Of fleets that miss by as much, with as many GPUs, the limit is always that of one."""
-    options = ONE | {"tensor_parallel": [1, 2, 4], "max_gpus": 4, "slo": "ttft=0.0001"}
-    workload = "zipf:requests=20,rate=4"
-    plans = [plan(workload, **options, executor=each) for each in (None, Backwards())]
+    # Two GPUs serve two prompts at a time, either way; nothing serves the long one in time.
+    prompts = [(n // 2 * 10**10, 4096) for n in range(10)] + [(10**11, 40_000)]
+    requests = [
+        Request(id=n, arrival=at, prompt_tokens=tokens, output_tokens=1, key_tokens=4)
+        for n, (at, tokens) in enumerate(prompts)
+    ]
+    options = ONE | {"tensor_parallel": [1, 2], "max_gpus": 2, "slo": "ttft=0.2"}
+    plans = [plan(Requests(requests), **options, executor=each) for each in (None, Backwards())]
     assert plans[0] == plans[1]
-    assert plans[0].limit.fleet.gpus == plans[0].limit.fleet.devices == 1
+    assert plans[0].limit.attainment == 10 / 11
+    assert plans[0].limit.fleet.gpus == 2 * plans[0].limit.fleet.devices == 2
 
 
 @pytest.mark.parametrize("pool", [3, 7, 12, 40])
