@@ -271,7 +271,8 @@ PER_MILLION = "$/M: dollars per million generated tokens."
 
 def _routed(setup: Mapping[str, Any]) -> str:
     """Return a sentence on how replicas share requests, without its full stop."""
-    return f"Requests are divided among replicas by the router {setup['router']}"
+    by = f"the router {setup['router']}" if "router" in setup else "hash"  # in older documents
+    return f"Requests are divided among replicas by {by}"
 
 
 def _shared(setup: Mapping[str, Any]) -> str:
