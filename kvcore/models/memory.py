@@ -62,13 +62,14 @@ def tensor_degrees(model: ModelSpec, start: int = 1, stop: int = SERVER) -> list
 def servers_that_fit(
     model: ModelSpec, device: DeviceSpec, devices: int, fits: Callable[[DeviceSpec, int], bool]
 ) -> list[str]:
-    """Return servers that hold `model` as texts: the smallest of `device`, and a few others."""
+    """Return servers that hold `model`: the smallest of `device`, then others, kin first."""
     from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
 
-    degrees = tensor_degrees(model, devices)
-    others = [gpu for gpu in DEVICES.values() if gpu != device]
+    degrees, kin = tensor_degrees(model, devices), device.name[0]
+    gpus = [gpu for gpu in DEVICES.values() if gpu != device]
+    gpus.sort(key=lambda gpu: (gpu.name[0] != kin, gpu.hbm_bytes))
     own = (f"{count} x {device.name}" for count in degrees if fits(device, count))
-    more = (f"{count} x {gpu.name}" for count in degrees for gpu in others if fits(gpu, count))
+    more = (f"{count} x {gpu.name}" for count in degrees for gpu in gpus if fits(gpu, count))
     return [*islice(own, 1), *islice(more, _SUGGESTIONS)]
 
 
@@ -76,9 +77,8 @@ def degree_problem(model: ModelSpec, devices: int) -> str:
     """Return why no engine divides `model` among `devices`, and the degrees; "" if one does."""
     if can_share(model, devices):
         return ""
-    heads = f"{model.query_heads} query heads"
-    if not model.latent:
-        heads += f" and {model.kv_heads} K/V head{'s' * (model.kv_heads > 1)}"
+    kv = f" and {model.kv_heads} K/V head{'s' * (model.kv_heads > 1)}"
+    heads = f"{model.query_heads} query heads{'' if model.latent else kv}"
     *degrees, last = tensor_degrees(model, 1, min(model.query_heads, MOST_DEVICES))
     known = f"{', '.join(map(str, degrees))} or {last}" if degrees else f"{last}"
     return f"{heads} cannot be divided among {devices} devices; give {known}"

@@ -9,6 +9,8 @@ from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
+import attrs
+
 from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe
@@ -82,20 +84,9 @@ def simulate_cluster(
         """Build the loop of one life of a replica."""
         recorder = None if trace is None else trace.recorder(number)
         part = dict(parts(recorder))
-        cache: ServedCache = part["cache"]
-        check_cache(cache, "simulate")
-        part["latency"].bind()
+        check_cache(part["cache"], "simulate")
         kind = ReplicaLoop if phases is None else PhaseLoop
-        loop = kind(
-            cache,
-            part["scheduler"],
-            part["latency"],
-            part["batching"],
-            slo=slo,
-            on_first_token=on_first_token,
-            on_ended=on_ended,
-            drafter=part.get("drafter"),
-        )
+        loop = replica_loop(part, slo, on_first_token, on_ended, kind)
         if recorder is not None:
             record_run(
                 recorder,
@@ -107,7 +98,7 @@ def simulate_cluster(
                 slo=slo,
             )
         if residency:
-            cache.record_residency()
+            loop.cache.record_residency()
         return loop
 
     cluster_type = Cluster if phases is None else partial(PhaseCluster, **phases)
@@ -137,6 +128,37 @@ def simulate_cluster(
     begun = perf_counter()
     cluster.run()
     wall_s = perf_counter() - begun
+    result = result_of(cluster, router, slo, wall_s)
+    rented = None if planner is None else _rented(cluster)
+    notes = [*notes_of(workload), *_routed_otherwise(workload, router)]
+    return attrs.evolve(result, rented_ns=rented, notes=notes)
+
+
+def replica_loop(
+    parts: Mapping[str, Any],
+    slo: SLO | None,
+    on_first_token: Callable[[Request, int], None],
+    on_ended: Callable[[Request, int], None],
+    kind: type[ReplicaLoop] = ReplicaLoop,
+) -> ReplicaLoop:
+    """Return the loop of a replica with the parts that a `ReplicaParts` has built."""
+    parts["latency"].bind()
+    return kind(
+        parts["cache"],
+        parts["scheduler"],
+        parts["latency"],
+        parts["batching"],
+        slo=slo,
+        on_first_token=on_first_token,
+        on_ended=on_ended,
+        drafter=parts.get("drafter"),
+    )
+
+
+def result_of(
+    cluster: Cluster, router: Router, slo: SLO | None, wall_s: float = 0.0
+) -> ClusterResult:
+    """Return the result of a cluster that has run."""
     lives = [
         [
             Result(
@@ -164,9 +186,7 @@ def simulate_cluster(
         cluster.retried,
         wall_s,
         changes,
-        None if planner is None else _rented(cluster),
-        cluster.figures() if isinstance(cluster, PhaseCluster) else None,
-        notes=[*notes_of(workload), *_routed_otherwise(workload, router)],
+        phases=cluster.figures() if isinstance(cluster, PhaseCluster) else None,
     )
 
 

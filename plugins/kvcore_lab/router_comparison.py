@@ -6,6 +6,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -208,7 +209,7 @@ def compare_routers(
     plan = Plan.from_grid(grid)
     executor = executor or ThisProcess()
     shares = _Shares(plan, known_to(executor))
-    results, notes = dict[str, dict[str, Any]](), dict[str, None]()
+    results, notes = dict[str, dict[str, Any]](), dict[str, Sequence[str]]()
     tasks = {task.digest: _RouterTask(task.digest, task.cell) for task in plan.tasks}
     pairs = [*zip(plan.tasks, plan.rows, strict=True)]
     names = {task.digest: axes["router"] for task, axes in pairs}
@@ -224,7 +225,7 @@ def compare_routers(
                 msg = f"the simulation with router {router} failed: {outcome.error}"
                 raise PluginError(msg)
             results[outcome.digest] = outcome.result
-            notes |= dict.fromkeys(outcome.notes)
+            notes[outcome.digest] = outcome.notes
             tick(1)
         shared = {}
         for text, digests in shares.tasks.items():
@@ -248,7 +249,7 @@ def compare_routers(
         rows=rows,
         shared=list(shared.values()),
         gpu_prices="; ".join(prices) or None,
-        notes=[*notes],
+        notes=[*dict.fromkeys(chain.from_iterable(notes[digest] for digest in tasks))],
     )
 
 

@@ -110,7 +110,7 @@ def test_the_verb_compares_devices(tmp_path):
     assert any(line.startswith("Take 1 replica on 1 x h100") for line in lines)
     assert "Start each replica, with all the K/V memory of its GPUs:" in lines
     assert "busiest" not in done.stdout  # the table has no such column
-    assert "$/M: dollars per million" in done.stdout
+    assert "$/M: dollars per million" in " ".join(done.stdout.split())
     assert json.loads(run_here(*asked, "--json", cwd=tmp_path).stdout) == written
 
 

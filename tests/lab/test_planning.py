@@ -1,22 +1,23 @@
-"""Plans: the best fleet, the tests that find its limit, and the split of requests."""
+"""Plans: the best fleet, the tests that find its limit, and the router of its replicas."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from itertools import count
 from random import Random
 
 import pytest
 from helpers.requests import keyed
 
-from kvcore import InputError, KVCache, PluginError, Request, plan, simulate
+from kvcore import InputError, KVCache, PluginError, Request, plan, simulate, simulate_cluster
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
-from kvcore_lab.plans.fleet import Fleet, Traffic, replica_of
+from kvcore_lab.plans.fleet import Fleet
 from kvcore_lab.plans.planning import Limit, _worthwhile
 from kvcore_lab.plans.planning import plan as search
+from kvcore_lab.report.plan import _beside
 from kvcore_lab.sweep import Grid, Journal, Plan
+from kvcore_lab.sweep.cells import CellRunner
 from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.belady import Belady, Foresight, Future
 from kvcore_replay.untimed import replay
@@ -393,8 +394,10 @@ class _Ticking:
         ({"replicas": [1.5]}, r"replicas: \[1.5\] was given; give numbers"),
         ({"max_gpus": 1.5}, r"max_gpus: \[1.5\] was given; give numbers"),
         ({"percentile": "99"}, "percentile '99': give a percentage"),
-        ({"router": "random"}, "router: a plan divides sessions by hash"),
-        ({"fail": "replica=0,at=1"}, "fail: a plan divides sessions by hash"),
+        ({"router": "randm"}, "router: no router plugin is named 'randm'"),
+        ({"router": ["random", "session"]}, "router: 2 values were given"),
+        ({"fail": "replica=0,at=1"}, "fail: the replicas of a plan are always up"),
+        ({"autoscale": "load"}, "autoscale: the replicas of a plan are always up"),
     ],
 )
 def test_impossible_options_are_refused(served, options, fault):
@@ -445,12 +448,17 @@ def test_policies_that_are_the_same_are_simulated_once(served):
 
 def test_a_simulation_that_fails_ends_the_search(served, monkeypatch):
     """A failed simulation raises PluginError with its fleet and the error."""
-    monkeypatch.setattr("kvcore_lab.plans.fleet.Traffic.split", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvcore_lab.plans.fleet.read_traffic", _broken)
     with pytest.raises(PluginError, match="1 x 1 GPUs could not be simulated: ZeroDivision"):
         served([[1, 2]])
 
 
-# The division of requests among replicas.
+def _broken(_):
+    """Fail as a bug does."""
+    return 1 / 0
+
+
+# The requests, and the router that divides them among replicas.
 
 
 class Requests(Workload):
@@ -490,41 +498,76 @@ def test_a_workload_that_is_no_plugin_is_planned_for():
     assert [each.result["requests"] for each in ThisProcess().run(tasks)] == [20, 40]
 
 
-def test_sessions_stay_together_whatever_their_prompts():
-    """All requests of a session go to one replica."""
-    requests = [asked(n, [10 * n, 10 * n + 1], f"s{n % 5}") for n in range(40)]
-    for part in Traffic.from_workload(Requests(requests)).split(3):
-        for each in {request.session for request in part}:
-            assert sum(request.session == each for request in part) == 8
+BUSY = "zipf:requests=300,prefixes=20,rate=60"
+"""Requests that one GPU cannot serve in time."""
 
 
-@pytest.mark.parametrize("sessions", [0, 90])
-def test_a_common_first_key_does_not_keep_conversations_together(sessions):
-    """Conversations with a common first key are divided; each stays on one replica.
+@pytest.mark.parametrize("router", ["llm-d", "least-requests", "session", "mooncake"])
+def test_a_fleet_serves_as_a_cluster_with_its_router_does(router):
+    """The share and the times of a fleet are those that its cluster has in a simulation."""
+    options = {"slo": "ttft=0.5", "router": router}
+    found = plan(BUSY, **ONE | options, replicas=1, percentile=1)
+    fleets = plan(BUSY, **ONE | options | {"max_gpus": 3}, replicas=3, percentile=50)
+    whole, served = fleets.best.whole, fleets.best.whole_served
+    pool = {"replicas": 3, "blocks": whole.blocks, "tensor_parallel": 1}
+    told = simulate_cluster(BUSY, latency=GPU, **options, **pool).summary()
+    assert found.setup["router"] == router
+    assert served.attainment == told["slo"]["met"] > found.best.whole_served.attainment
+    assert (served.ttft_s, served.tpot_s) == (told["ttft_s"], told["tpot_s"])
+    assert served.offered_load == told["offered_load"]
+    assert served.rejected == told["rejected"]
 
-    So it is where most requests with that key have a session, which says where they go.
-    """
+
+def test_without_a_router_one_looks_at_the_load_and_at_prefixes():
+    """The router of a plan is `llm-d`, if none is given."""
+    assert plan(BUSY, **ONE, slo="ttft=9").setup["router"] == "llm-d"
+
+
+def test_the_number_of_replicas_is_that_of_the_router():
+    """A router that sends all requests to one replica needs more than one that does not."""
+    options = ONE | {"max_gpus": 4, "slo": "ttft=0.2", "percentile": 95}
+    least, alone = (
+        plan(BUSY, **options, router=router)
+        for router in ("least-requests", "session:points=1,bound=1000")
+    )
+    assert least.best.fleet.replicas > 1
+    assert alone.best is None or alone.best.fleet.replicas > least.best.fleet.replicas
+
+
+@pytest.mark.parametrize("view", ["index", "exact", "events:delay=50ms"])
+def test_a_limit_is_found_whatever_the_router_sees(view):
+    """Foresight knows what each replica will be asked for; each has seen every prompt."""
+    options = {"max_gpus": 2, "replicas": 2, "view": view, "slo": "ttft=0.001"}
+    limit = plan(BUSY, **ONE | options).limit
+    assert limit.fleet.replicas == 2
+    assert limit.grants.keys() == {"foresight", "endless", "seen"}
+
+
+class Backwards:
+    """An executor that runs the latest of the tasks that wait first."""
+
+    def __init__(self):
+        self.runner = CellRunner()
+
+    def run(self, tasks):
+        """Yield the outcomes of the tasks, the latest first."""
+        while tasks:
+            yield self.runner(tasks.pop())
+
+
+def test_a_plan_does_not_depend_on_which_simulation_ends_first():
+    """Of fleets that miss by as much, with as many GPUs, the limit is always that of one."""
+    # Two GPUs serve two prompts at a time, either way; nothing serves the long one in time.
+    prompts = [(n // 2 * 10**10, 4096) for n in range(10)] + [(10**11, 40_000)]
     requests = [
-        asked(n, [0, 100 + n % 10, 200 + n], f"s{n}" if n < sessions else None)
-        for n in range(100)
+        Request(id=n, arrival=at, prompt_tokens=tokens, output_tokens=1, key_tokens=4)
+        for n, (at, tokens) in enumerate(prompts)
     ]
-    parts = [
-        {request.keys[1] for request in part if request.session is None}
-        for part in Traffic.from_workload(Requests(requests)).split(4)
-    ]
-    assert sum(map(bool, parts)) > 1
-    assert set(Counter(key for part in parts for key in part).values()) == {1}
-
-
-def test_one_replica_more_moves_groups_to_itself_alone():
-    """One more replica takes about 1/n of the groups, and no others move."""
-    draw = Random(1)
-    groups = [draw.getrandbits(64) for _ in range(2000)]
-    for replicas in (1, 2, 7):
-        pairs = [(replica_of(g, replicas), replica_of(g, replicas + 1)) for g in groups]
-        moved = [after for before, after in pairs if before != after]
-        assert set(moved) == {replicas}
-        assert abs(len(moved) * (replicas + 1) / len(groups) - 1) < 0.2
+    options = ONE | {"tensor_parallel": [1, 2], "max_gpus": 2, "slo": "ttft=0.2"}
+    plans = [plan(Requests(requests), **options, executor=each) for each in (None, Backwards())]
+    assert plans[0] == plans[1]
+    assert plans[0].limit.attainment == 10 / 11
+    assert plans[0].limit.fleet.gpus == 2 * plans[0].limit.fleet.devices == 2
 
 
 @pytest.mark.parametrize("pool", [3, 7, 12, 40])
@@ -548,6 +591,41 @@ class Lossy:
         """Take one task and yield nothing."""
         tasks.popleft()
         yield from ()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, True),
+        ({"device": "h100:memory=84.9GB"}, True),
+        ({"weights_dtype": "fp8"}, False),
+        ({"device": "a100-80g"}, False),
+        ({"model": "gpt-oss-20b"}, False),
+    ],
+)
+def test_weights_in_fp8_are_told_of_where_they_would_help(options, told):
+    """A plan names the flag if weights have 16 bits, and the device computes with fp8."""
+    found = plan("zipf:requests=9", **ONE | {"latency": "roofline"} | options, slo="ttft=9")
+    assert (
+        "Not tried: --weights-dtype fp8, which h100" in " ".join(str(found).split())
+    ) is told
+
+
+@pytest.mark.parametrize(
+    ("percentile", "met", "told"),
+    [
+        (95, 0.9496, "94.96%"),
+        (95, 0.95, "95.0%"),
+        (95, 0.881, "88.1%"),
+        (99, 0.98999, "98.999%"),
+        (99.9, 0.999, "99.9%"),
+    ],
+)
+def test_a_share_that_misses_its_percentage_does_not_look_as_if_it_met_it(
+    percentile, met, told
+):
+    """A share has one digit, or as many as it takes to show that it is less than is asked."""
+    assert _beside(percentile, met) == told
 
 
 def test_an_executor_that_loses_tasks_is_named():

@@ -5,6 +5,9 @@ import pytest
 import kvcore
 from kvcore import Request
 from kvcore.workloads import RequestList
+from kvcore_lab.sweep import Grid, Plan, sweep
+from kvcore_lab.sweep.cells import CellRunner
+from kvcore_lab.sweep.executors import ThisProcess
 
 GRID = {"workload": "zipf:requests=40,prefixes=4", "eviction": ["lru", "mru"], "blocks": 60}
 
@@ -43,3 +46,25 @@ def test_requests_of_one_id_are_replayed_without_a_clock():
     ])  # fmt: skip
     (row,) = kvcore.sweep(mode="compare", workload=turns, blocks=60).rows
     assert (row["error"], row["hit_blocks"]) == (None, 40)
+
+
+class Backwards:
+    """An executor that runs the last task first."""
+
+    def run(self, tasks):
+        """Yield the outcomes of the tasks, the last first."""
+        yield from map(CellRunner(), reversed([*tasks]))
+
+
+def test_notes_come_in_the_order_of_the_cells():
+    """What a sweep tells of its cells does not depend on which of them ends first."""
+    options = {
+        "workload": "zipf:requests=9,prefix_tokens=9000",
+        "model": ["llama-3-8b", "gpt2"],
+    }
+    notes = [
+        sweep(Plan.from_grid(Grid(**options)), executor=each).notes
+        for each in (ThisProcess(), Backwards())
+    ]
+    assert notes[0] == notes[1]
+    assert ["gpt2" in note for note in notes[0]] == [False, True]

@@ -219,13 +219,20 @@ def larger_blocks(parts: RunParts) -> str:
 
 
 def told_of_run(parts: RunParts, log: RunLog) -> list[str]:
-    """Return notes on a run: prompts without positions, larger blocks, missing tenants."""
+    """Return notes on a run: prompts without positions, larger blocks, tenants, rates."""
     notes = [beyond_positions(parts, log.prompt), larger_blocks(parts)]
     fair = getattr(parts.config.scheduler, "name", "") == "fair"
     if fair and len(log.ids) and all(tenant is None for tenant in log.tenants):
         notes.append(
             "scheduler fair divides among tenants, and no request has one: all are served as "
             "of one, first come, first served; tenant=FIELD of `chat` takes a field of a log"
+        )
+    rate = parts.config.rate_scale
+    if rate != 1 and getattr(parts.config, "autoscale", None) is not None:
+        notes.append(
+            f"rate_scale {rate:g} makes requests come {rate:g} times as fast, and leaves the "
+            "times of autoscale (interval, start_up, cool_down) as they are: give them divided "
+            f"by {rate:g}, if they are to be what they are to the hours of the workload"
         )
     return [note for note in notes if note]
 

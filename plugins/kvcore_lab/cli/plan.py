@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
+from kvcore.plugins.options import Spec
 from kvcore_cli.options import (
     Numbers,
     batching_options,
@@ -31,7 +32,7 @@ from kvcore_lab.cli.lab_options import (
     tell_model,
 )
 from kvcore_lab.plans.devices import devices_of, plan_devices
-from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS
+from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS, ROUTER
 from kvcore_lab.plans.planning import plan as make_plan
 from kvcore_lab.report.plan import DevicePlansReport, PlanReport
 from kvcore_lab.sweep import Journal
@@ -97,6 +98,8 @@ HINT = "expected numbers, such as 1,2,4"
 @click.option(
     "--max-gpus", type=Count(), default=MOST_GPUS, help="Largest number of GPUs of a fleet."
 )
+@shared("router", default=Spec(ROUTER))
+@shared("view")
 @file_option(
     "--out",
     metavar="DIR",
@@ -112,7 +115,7 @@ HINT = "expected numbers, such as 1,2,4"
 def plan(ctx: click.Context, /, **given: Any) -> None:
     """Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD.
 
-    Fleets of replicas are simulated, with sessions divided among the replicas by hash, until
+    Fleets of replicas are simulated, with a router that divides the requests among them, until
     the smallest ones that meet the SLO are found. Simulations of a smaller fleet with ideal
     parts, such as an endless pool, then show its limit: the policy, the capacity of its
     memory, the content of the prompts, or compute. Finished simulations are kept: after an

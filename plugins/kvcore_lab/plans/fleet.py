@@ -1,39 +1,45 @@
-"""Simulation of a fleet: replicas of a model that divide the sessions of a workload."""
+"""Simulation of a fleet: replicas of a model, among which a router divides the requests."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
-from math import isqrt
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import attrs
 
-from kvcore.cache import BlockLayout, KVCache
+from kvcore.cache import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.config import RunConfig, RunParts
+from kvcore.config import RunConfig
+from kvcore.config.options import option_default
 from kvcore.plugins.options import Spec
 from kvcore.request import Request
-from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.loop import ServingLoop
-from kvcore.serving.result import Outcome, Result
-from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
+from kvcore.serving.router import Replica, Router
+from kvcore.serving.stats import MET, MISSED, UNJUDGED
 from kvcore.workloads import Workload, check_keys
-from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
+from kvcore.workloads.arrivals import Arrivals
+from kvcore_cluster.cluster import Cluster
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.replica import ReplicaLoop, Server
+from kvcore_cluster.result import ClusterResult
+from kvcore_cluster.simulate import ReplicaParts, replica_loop, result_of
+from kvcore_lab.plans.early_end import DecidedError
 from kvcore_lab.sweep.cells import DIGEST_BYTES, CellRun, Task, WorkloadCache
-from kvcore_plugins.drafter.speculation import SpeculativeSimulator
 from kvcore_replay.belady import Foresight
 from kvcore_replay.untimed import replay, replay_groups
-
-if TYPE_CHECKING:
-    from kvcore_plugins.cache_groups import GroupedCache
 
 Grant = Literal["", "foresight", "endless", "seen"]
 """An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a
 pool that never fills and holds every prompt before the first request arrives. Empty: none."""
 
 GRANTS: tuple[Grant, ...] = ("foresight", "endless", "seen")
+
+Heard: TypeAlias = Callable[[Request, int], None]
+"""Called with a request of which a replica has news, and the time (ns)."""
 
 LOOK = 50
 """Number of requests that end between two counts of the missed SLOs."""
@@ -87,8 +93,8 @@ class Served:
             pool, and those loaded from tiers.
         busiest: share of the prompt tokens that the busiest replica received.
         throughput_tokens_s: tokens that all replicas generate a second; None: none.
-        offered_load, saturation: the load, and the queue, of the replica with the highest load
-            of those whose queue grows, or of all, from `Saturation.as_dict()`; None: unknown.
+        offered_load, saturation: the load, and the queue, of all replicas together, from
+            `Saturation.as_dict()`; None: unknown.
     """
 
     requests: int
@@ -123,70 +129,16 @@ class Served:
         return hits / self.prompt_tokens if self.prompt_tokens else None
 
 
-@attrs.frozen
-class Traffic:
-    """The requests of a workload, and the key by which each is kept on one replica.
+def read_traffic(workload: Workload) -> list[Request]:
+    """Return the requests of a workload, in which equal keys are one object.
 
-    Attributes:
-        requests: all requests. Equal keys are one object: requests of a session have most of
-            their keys in common.
-        groups: for each request, the hash of its session, or of what stands for a session.
+    Requests of a session have most of their keys in common.
     """
-
-    requests: list[Request]
-    groups: list[int]
-
-    @classmethod
-    def from_workload(cls, workload: Workload) -> Self:
-        """Read a workload.
-
-        Requests of a session form a group. Requests without a session form a group if their
-        first *rare* key is the same: a key that at most √n of n requests have. The keys before
-        it, those of a system prompt, would bring all requests to one replica. A request
-        without a rare key is a group of its own.
-        """
-        known: dict[Any, Any] = {}
-        requests = [
-            attrs.evolve(request, keys=[known.setdefault(key, key) for key in request.keys])
-            for request in check_keys(workload)
-        ]
-        alone = {key for request in requests if request.session is None for key in request.keys}
-        uses = Counter(key for request in requests for key in request.keys if key in alone)
-        limit = isqrt(len(requests))
-
-        def group(request: Request) -> Any:
-            if request.session is not None:
-                return request.session
-            return next((key for key in request.keys if uses[key] <= limit), request.id)
-
-        return cls(requests, [_hashed(group(request)) for request in requests])
-
-    def split(self, replicas: int) -> list[list[Request]]:
-        """Return the requests of each replica, in order, without replicas that get none."""
-        parts: list[list[Request]] = [[] for _ in range(replicas)]
-        for request, group in zip(self.requests, self.groups, strict=True):
-            parts[replica_of(group, replicas)].append(request)
-        return [part for part in parts if part]
-
-
-def _hashed(name: Any) -> int:
-    """Return 64 bits of BLAKE2b of a session, a key or an id."""
-    digest = hashlib.blake2b(repr(name).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
-
-
-def replica_of(group: int, replicas: int) -> int:
-    """Return the replica, out of `replicas`, to which a hash of 64 bits belongs.
-
-    If a replica is added, a group stays on its replica or moves to the new one.
-    Source: Lamping and Veach, "A fast, minimal memory, consistent hash algorithm", 2014.
-    """
-    chosen, jump = 0, 0
-    while jump < replicas:
-        chosen = jump
-        group = (group * 2862933555777941757 + 1) % 2**64
-        jump = int((chosen + 1) * (2**31 / ((group >> 33) + 1)))
-    return chosen
+    known: dict[Any, Any] = {}
+    return [
+        attrs.evolve(request, keys=[known.setdefault(key, key) for key in request.keys])
+        for request in check_keys(workload)
+    ]
 
 
 @attrs.frozen
@@ -215,6 +167,9 @@ class FleetTask(Task):
             change: dict[str, Any] = dict([fleet.policy])
             cell = cell.changed(**change)
         cell = cell.changed(
+            replicas=fleet.replicas,
+            # One replica gets all, so that its result depends on no router.
+            router=cell.router if fleet.replicas > 1 else option_default("router"),
             blocks=fleet.blocks,
             memory=None,
             tensor_parallel=fleet.devices,
@@ -225,52 +180,37 @@ class FleetTask(Task):
 
     def named(self, cell: CellRun) -> str:
         """Return the digest of the cell and of what a fleet adds to it."""
-        fleet = self.fleet
-        text = f"fleet 1 {cell.digest} {fleet.replicas} {fleet.grant} {self.percentile!r}"
+        text = f"fleet 2 {cell.digest} {self.fleet.grant} {self.percentile!r}"
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
     def run(self, known: WorkloadCache) -> dict[str, Any]:
         """Return the fields of `Served`."""
         cell = CellRun(self.cell, known)
         self.check(self.named(cell))
-        traffic = known.kept(cell.parts, Traffic.from_workload)
-        left = len(traffic.requests) * (1 - Fraction(str(self.percentile)) / 100)
-        runs, complete = [], True
-        for part in traffic.split(self.fleet.replicas):
-            run, complete = _served(cell.parts, part, self.fleet.grant, left)
-            runs.append(run)
-            left -= run.log.verdict.count(MISSED)
-            if not complete:
-                break
-        logs, merged = [run.log for run in runs], RunLog(0)
-        for log in logs:
-            rows = len(merged.ids)
-            merged.reasons |= {rows + row: why for row, why in log.reasons.items()}
-            for name, column in merged.columns().items():
-                column.extend(log.columns()[name])
-        outcome, verdicts = Outcome(merged), merged.verdict
-        prompts = [sum(log.prompt) for log in logs]
-        judged = len(verdicts) - verdicts.count(UNJUDGED)
-        queues = [(run.saturation, run.offered_load) for run in runs] if complete else []
-        saturation, load = max(
-            queues,
-            key=lambda queue: (queue[0] is not None and queue[0].saturated, queue[1] or 0),
-            default=(None, None),
-        )
+        requests = known.kept(cell.parts, read_traffic)
+        most = int(len(requests) * (1 - Fraction(str(self.percentile)) / 100))
+        parts = cast("ClusterParts", cell.parts)
+        result = _served(parts, requests, self.fleet.grant, most)
+        log, verdicts = result.log, result.log.verdict
+        complete = len(verdicts) == len(requests)
+        received: Counter[int] = Counter()
+        for replica, tokens in zip(result.replica, log.prompt, strict=True):
+            received[replica] += tokens
+        saturation = result.saturation if complete else None
         served = Served(
-            requests=len(traffic.requests),
+            requests=len(requests),
             complete=complete,
-            judged=judged if complete else len(traffic.requests),
+            judged=len(requests) - verdicts.count(UNJUDGED) * complete,
             met=verdicts.count(MET),
-            rejected=sum(len(log.reasons) for log in logs),
-            ttft_s=None if outcome.ttft is None else outcome.ttft.as_dict(),
-            tpot_s=None if outcome.tpot is None else outcome.tpot.as_dict(),
-            prompt_tokens=sum(prompts),
-            hit_tokens=sum(sum(log.hit) for log in logs),
-            loaded_tokens=sum(sum(log.loaded) for log in logs),
-            busiest=max(prompts, default=0) / (sum(prompts) or 1),
-            throughput_tokens_s=outcome.throughput_tokens_s,
-            offered_load=load,
+            rejected=len(log.reasons),
+            ttft_s=None if result.ttft is None else result.ttft.as_dict(),
+            tpot_s=None if result.tpot is None else result.tpot.as_dict(),
+            prompt_tokens=received.total(),
+            hit_tokens=sum(log.hit),
+            loaded_tokens=sum(log.loaded),
+            busiest=max(received.values(), default=0) / (received.total() or 1),
+            throughput_tokens_s=result.throughput_tokens_s,
+            offered_load=result.offered_load if complete else None,
             saturation=None if saturation is None else saturation.as_dict(),
         )
         return attrs.asdict(served)
@@ -291,48 +231,89 @@ def _resized(tiers: Any, host_bytes: int) -> tuple[Any, ...]:
 
 
 def _served(
-    parts: RunParts, requests: list[Request], grant: Grant, most_missed: Fraction
-) -> tuple[Result, bool]:
-    """Simulate one replica; return its result, and whether all its requests were served."""
+    parts: ClusterParts, requests: list[Request], grant: Grant, most_missed: int
+) -> ClusterResult:
+    """Simulate a fleet until more requests than `most_missed` have missed their SLO."""
     config = parts.config
     if grant == "foresight":
+        # What each replica will be asked for, the router decides: so it does so before.
+        before = _served(parts, requests, "", len(requests))
+        routes = dict(zip(before.log.ids, before.replica, strict=True))
         # All keys: blocks of cache groups may be smaller than those of the configuration.
         keys = BlockLayout("tokens", parts.workload.key_tokens)
-        config = config.changed(eviction=Foresight(requests, keys))
+        config = config.changed(router=partial(_Again, routes))
     elif grant:
         config = config.changed(blocks=MOST_BLOCKS)
-    parts = RunParts(config, parts.plugins, workload=parts.workload)
-    cache, latency = parts.served_cache(), parts.latency()
-    if grant == "seen":
-        begin = int(requests[0].arrival / Fraction(str(config.rate_scale)))
-        seen = (attrs.evolve(request, arrival=begin) for request in requests)
-        if cache.grouped:
-            replay_groups(seen, cast("GroupedCache", cache))
+    parts = ClusterParts(config, parts.plugins, workload=parts.workload)
+    arguments = parts.cluster()
+    replicas = arguments["replicas"]
+    if grant == "foresight":
+        for number in range(len(replicas)):
+            own = [request for request in requests if routes[request.id] in (number, -1)]
+            alone = config.changed(eviction=Foresight(own, keys))
+            replicas[number] = ClusterParts(
+                alone, parts.plugins, workload=parts.workload
+            ).arguments
+    router, slo = arguments["router"], arguments["slo"]
+    seen = requests if grant == "seen" else []
+    if seen:
+        begin = int(seen[0].arrival / Fraction(str(config.rate_scale)))
+        seen = [attrs.evolve(request, arrival=begin) for request in seen]
+
+    def start(replica: ReplicaParts, on_first_token: Heard, on_ended: Heard) -> ReplicaLoop:
+        """Return the loop of a replica, whose cache has served the requests of `seen`."""
+        built = replica(None)
+        if built["cache"].grouped:
+            replay_groups(seen, built["cache"])
         else:
-            replay(seen, cast("KVCache", cache))
-    latency.bind()
-    executor = SimulatedExecutor(latency)
-    if config.drafter is not None:
-        executor = SpeculativeSimulator(latency, parts.built("drafter"))
-    loop = loop_of(_Judge(most_missed), parts, requests, cache, executor)
-    complete = run_until_decided(loop)
-    return Result(loop.log, cache, parts.batching, latency, None), complete
+            replay(seen, built["cache"])
+        return replica_loop(built, slo, on_first_token, on_ended)
+
+    cluster = _Judged(
+        most_missed,
+        Arrivals(requests, config.rate_scale),
+        [partial(start, replica) for replica in replicas],
+        router,
+        arguments["view"],
+        slo=slo,
+    )
+    cluster.run()
+    return result_of(cluster, router, slo)
 
 
-class _Judge(EarlyEnd):
-    """Ends a run when more than `most_missed` requests have missed their SLO."""
+class _Again(Router):
+    """Sends each request to the replica that got it before; refuses it if none did."""
 
-    def __init__(self, most_missed: Fraction) -> None:
-        self.most_missed = most_missed
-        self._looked = 0
+    name: ClassVar[str] = "again"
+    uses_hits: ClassVar[bool] = False
 
-    def passed(
-        self, loop: ServingLoop, took_ps: int, prefill: int, decode: int, steps: int
-    ) -> None:
+    def __init__(self, routes: Mapping[int | str, int]) -> None:
+        self._routes = routes
+
+    def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica | None:
+        """Return the replica of before."""
+        number = self._routes[request.id]
+        return None if number < 0 else replicas[number]
+
+
+class _Judged(Cluster):
+    """A cluster whose run ends when more than `most_missed` requests have missed their SLO."""
+
+    def __init__(self, most_missed: int, *parts: Any, **named: Any) -> None:
+        self._most_missed, self._since = most_missed, 0
+        super().__init__(*parts, **named)
+
+    def run(self) -> None:
+        """Serve the requests until it is decided whether too many miss."""
+        with suppress(DecidedError):
+            super().run()
+
+    def _ended(self, server: Server, request: Request, now: int) -> None:
         """Sometimes count the missed SLOs."""
-        del took_ps, prefill, decode, steps
-        verdicts = loop.log.verdict
-        if len(verdicts) > self._looked + LOOK:
-            self._looked = len(verdicts)
-            if verdicts.count(MISSED) > self.most_missed:
+        super()._ended(server, request, now)
+        self._since += 1
+        if self._since == LOOK:
+            self._since = 0
+            logs = (each.loop.log for each in self.servers)
+            if sum(log.verdict.count(MISSED) for log in logs) > self._most_missed:
                 raise DecidedError

@@ -1,7 +1,7 @@
 """Plans: the smallest fleet that meets an SLO in simulation, and what limits a smaller one.
 
-A fleet is a number of replicas of the model, all on equal numbers of GPUs. There is no router:
-sessions are divided among the replicas by a hash, and each replica is simulated alone.
+A fleet is a number of replicas of the model, all on equal numbers of GPUs, and a router that
+divides the requests among them.
 
     GPUs       1, 2, 4 miss ──► 8 meets ──► 16      however they are divided into replicas
     replicas   bisected between the last number that misses and the first that meets
@@ -9,7 +9,7 @@ sessions are divided among the replicas by a hash, and each replica is simulated
                                                     what the longest sequence needs
     host RAM   bisected down from all there is      in steps of a quarter of a doubling
 
-More of a resource mostly helps, but not always: the sessions may be divided unevenly, and a
+More of a resource mostly helps, but not always: a router may divide requests unevenly, and a
 smaller pool may admit requests in a better order. So a few sizes below the least one that
 bisection finds are tried as well.
 """
@@ -37,15 +37,16 @@ from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
-from kvcore.workloads import check_keys, given_workload
+from kvcore.workloads import check_keys, given_workload, notes_of
 from kvcore_cli.report.tables import beyond_positions, counted, larger_blocks
+from kvcore_cluster.config import ClusterParts
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore_lab.plans.longest import Longest
 from kvcore_lab.plans.start import not_in_start, start_command
 from kvcore_lab.statistics import share_interval
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
 from kvcore_lab.sweep.executors import Executor, executor_for, known_to
-from kvcore_lab.sweep.grid import CLUSTER_AXES, Grid
+from kvcore_lab.sweep.grid import Grid
 from kvcore_lab.sweep.journal import Journal
 from kvcore_replay.gpu_cost import COLUMNS as COSTS
 from kvcore_replay.gpu_cost import Cost, read_gpu_prices
@@ -64,6 +65,9 @@ DEGREES = (1, 2, 4, 8)
 
 BUDGET = 30
 """About the most simulations for each number of GPUs of a replica: what progress expects."""
+
+ROUTER = "llm-d"
+"""The router if none is given: it looks at the load of replicas, and at what they cache."""
 
 MOST_GPUS = 64
 """The most GPUs of a fleet if no number is given."""
@@ -275,8 +279,8 @@ def plan(
     """Return the least GPUs, K/V memory and host RAM with which a workload meets its SLO.
 
     `kvcore.plan("mooncake", device="h100", slo="ttft=2,tpot=0.05", percentile=95)` searches as
-    `kvcore plan` does: by simulating fleets of replicas, among which sessions are divided by
-    hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
+    `kvcore plan` does: by simulating fleets of replicas, among which a router divides the
+    requests. `plan(...).limit` is the reason that a smaller fleet does not meet it.
 
     For each number of GPUs of a replica: the fewest replicas that meet it, with the smallest
     pool; and, if fewer replicas meet it with host RAM, these with the least host RAM. Fleets
@@ -305,8 +309,8 @@ def plan(
         progress: shows the number of simulations that are done; None: shows nothing.
         gpu_price: dollars an hour by device, in place of those of a table.
         options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
-            `eviction`; each simulation has copies of plugins that are instances. `blocks` or
-            `memory` is the largest pool of a replica.
+            `eviction` and `router` (`llm-d`); each simulation has copies of plugins that are
+            instances. `blocks` or `memory` is the largest pool of a replica.
 
     Raises:
         InputError: as `simulate`, or nothing to plan for.
@@ -325,6 +329,7 @@ def plan(
     counts = None if replicas is None else _numbers("replicas", replicas)
     if (workload_given := given_workload(workload)) is not None:
         workload = workload_given  # to a grid, a list is one of alternatives
+    options.setdefault("router", ROUTER)
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
     _check_options(grid)
     tiers = read_option("tier", tier)
@@ -344,11 +349,8 @@ def plan(
 def _check_options(grid: Grid) -> None:
     """Raise InputError for several values of an option, and for options of clusters."""
     for name, values in grid.axes.items():
-        if name in CLUSTER_AXES:
-            msg = (
-                f"{name}: a plan divides sessions by hash among replicas that are always up: "
-                "leave it out"
-            )
+        if name in ("fail", "autoscale"):
+            msg = f"{name}: the replicas of a plan are always up: leave it out"
             raise InputError(msg)
         if len(values) > 1 and name != "tensor_parallel":
             msg = f"{name}: {len(values)} values were given, and a plan is for one: give one"
@@ -440,6 +442,7 @@ class _Planner:
                 if adds_host and (parts.layers is None or parts.layers.takes_tiers):
                     cell = cell.changed(tier=read_option("tier", HOST))  # noqa: PLW2901
                     parts = self.known.parts(cell)
+                ClusterParts(cell, parts.plugins, workload=parts.workload).cluster()
             except InputError as error:
                 fault = error
                 self.notes.append(f"{counted(devices, 'GPU')} a replica: {error}")
@@ -452,7 +455,8 @@ class _Planner:
                 )
                 prompts = (prompt for prompt, _ in lengths.elements())
                 notes = beyond_positions(parts, prompts), larger_blocks(parts)
-                self.told |= dict.fromkeys(filter(None, notes))
+                # Read here, rather than where fleets are simulated, which end in any order.
+                self.told |= dict.fromkeys([*filter(None, notes), *notes_of(parts.workload)])
             longest = Longest.from_lengths(parts, lengths)
             full = parts.blocks + parts.null_blocks
             if cell.max_model_len is not None and longest.blocks > full:
@@ -530,12 +534,12 @@ class _Planner:
     def _setup(self) -> dict[str, Any]:
         """Return the options that all fleets have in common, in the form of a row."""
         cell = next(iter(self.cells.values()))
-        searched = ("tensor_parallel", "blocks", "pool_bytes")
+        searched = ("tensor_parallel", "blocks", "pool_bytes", "replicas", "fail", "autoscale")
         row = CellRun(cell, self.known).row
         if row["checkpoint"] == str(option_default("checkpoint")):
             del row["checkpoint"]  # few models keep states
         row["device"] = getattr(cell.device, "name", cell.device)
-        return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER_AXES)}
+        return {name: value for name, value in row.items() if name not in searched}
 
     def _meets(self, fleet: Fleet) -> bool:
         """Return True if enough requests met their SLO on a fleet that was simulated."""
@@ -707,7 +711,8 @@ class _Planner:
         }
         self.notes += [
             f"{fleet.policy[1] if fleet.policy else fleet.grant} could not be judged: {why}"
-            for fleet, why in self.failed.items()
+            for fleet in (*granted, *variants)
+            if (why := self.failed.get(fleet)) is not None
         ]
         return Limit(
             verdict=verdict,
@@ -738,7 +743,15 @@ class _Planner:
         best = options[0].fleet if options else None
         fewer = [fleet for fleet in full if best is None or fleet.gpus < best.gpus]
         if best is None or fewer:
-            return max(fewer, key=lambda fleet: (self.served[fleet].attainment, -fleet.gpus))
+            # Fleets have ended in any order: with all memory, two numbers tell them apart.
+            return max(
+                fewer,
+                key=lambda fleet: (
+                    self.served[fleet].attainment,
+                    -fleet.gpus,
+                    -fleet.devices,
+                ),
+            )
         less = [
             miss
             for miss in misses
@@ -771,7 +784,6 @@ class _Planner:
         if outcome.result is not None and self.journal is not None:
             row = attrs.asdict(fleets[0])
             self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
-        self.told |= dict.fromkeys(outcome.notes)
         for fleet in fleets:
             if outcome.result is None:
                 self._fail(fleet, str(outcome.error))

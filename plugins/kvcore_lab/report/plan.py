@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
 from kvcore.config.options import option_default, read_option
-from kvcore.models.catalogue import DEVICES
+from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.memory import USABLE
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
@@ -114,18 +115,19 @@ class PlanReport:
         text = f"Limit: {limit['verdict']}: {LIMITS[limit['verdict']]}."
         if limit["fleet"] is None:
             return text
+        beside = partial(_beside, self.plan["percentile"])
         policies = [
-            f"{policy['kind']} {policy['name']} {policy['slo_met']:.1%}"
+            f"{policy['kind']} {policy['name']} {beside(policy['slo_met'])}"
             for policy in limit["policies"]
         ]
         if len(policies) > SHOWN:
             policies[SHOWN:] = [f"{len(policies) - SHOWN} more"]
         others = f"with {', '.join(policies)}; " if policies else ""
         granted = "; ".join(
-            f"{GRANTED[grant]}, {met:.1%}" for grant, met in limit["granted"].items()
+            f"{GRANTED[grant]}, {beside(met)}" for grant, met in limit["granted"].items()
         )
         return (
-            f"{text} Of {self.fleet(limit['fleet'])}, {share(limit['slo_met'])} of the "
+            f"{text} Of {self.fleet(limit['fleet'])}, {beside(limit['slo_met'])} of the "
             f"requests meet the SLO; {others}{granted}."
         )
 
@@ -135,7 +137,9 @@ class PlanReport:
         prices = self.plan["gpu_prices"]
         costs = f" Cost: {prices}; {PER_MILLION}" if prices else ""
         busiest = "busiest: the share of the prompt tokens that one replica gets"
-        return f"{BY_HASH}; {busiest}.{costs}\n{_shared(self.plan['setup'])}"
+        return (
+            f"{_routed(self.plan['setup'])}; {busiest}.{costs}\n{_shared(self.plan['setup'])}"
+        )
 
     def chart(self) -> Chart:
         """Return a chart of the GPUs, the memory and the requests in time of each fleet."""
@@ -243,7 +247,7 @@ class DevicePlansReport:
             lines.append(f"{cost}. {report.limit}")
         first = self.plans["plans"][0]
         alike = {name: value for name, value in first["setup"].items() if name != "device"}
-        return "\n".join([*lines, f"{BY_HASH}. {PER_MILLION}", _shared(alike)])
+        return "\n".join([*lines, f"{_routed(alike)}. {PER_MILLION}", _shared(alike)])
 
     def chart(self) -> Chart:
         """Return a chart of the cost, the first tokens and the throughput of each fleet."""
@@ -265,8 +269,13 @@ COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
 
 TIMES = ("ttft", "tpot")
 """The times that an SLO is about."""
-BY_HASH = "Sessions are divided among replicas by hash"
 PER_MILLION = "$/M: dollars per million generated tokens."
+
+
+def _routed(setup: Mapping[str, Any]) -> str:
+    """Return a sentence on how replicas share requests, without its full stop."""
+    by = f"the router {setup['router']}" if "router" in setup else "hash"  # in older documents
+    return f"Requests are divided among replicas by {by}"
 
 
 def _shared(setup: Mapping[str, Any]) -> str:
@@ -283,7 +292,7 @@ def saturated(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
     first, device = growing[0], growing[0].get("device", setup["device"])
     able = f"{first['tensor_parallel']} x {device}"
     if first["replicas"] > 1:
-        able = f"one of {first['replicas']} replicas of {able}"
+        able = f"{first['replicas']} replicas of {able}"
     times = "times of every fleet"
     if len(growing) < len(fleets):
         times = f"times marked * ({len(growing)} of {counted(len(fleets), 'fleet')})"
@@ -306,7 +315,7 @@ FEW = 1000
 
 
 def cautions(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
-    """Return sentences about what makes a plan uncertain: few requests, optimistic times."""
+    """Return sentences on what makes a plan uncertain, and on weights in fp8, if not tried."""
     lines = []
     judged = fleets[0]["judged"] if fleets else FEW
     if judged < FEW:
@@ -319,6 +328,16 @@ def cautions(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> s
             "First tokens come later on real servers: on 2,263 measured ones the roofline's "
             "mean TTFT is 32% too early in the median, and 39% off "
             "(docs/explanation/fidelity.md)."
+        )
+    name, best = setup["model"], fleets[0] if fleets else setup
+    device = str(best.get("device", setup["device"])).partition(":")[0]
+    model, gpu = MODELS.get(name), DEVICES.get(device)
+    wide = model is not None and {model.dtype, model.expert_dtype} <= {"bf16", "fp16"}
+    if wide and gpu is not None and gpu.fp8_flops and setup.get("weights_dtype") is None:
+        lines.append(
+            f"Not tried: --weights-dtype fp8, which {gpu.name} computes {name} faster with, "
+            "and which leaves more for K/V: often the largest saving. What it does to answers "
+            "is not simulated."
         )
     return "\n".join(lines)
 
@@ -342,6 +361,13 @@ def _met(fleet: Mapping[str, Any]) -> str:
     text = f"{fleet['slo_met']:.1%} do, {fleet['met']:,} of {fleet['judged']:,} "
     text += f"(95% interval: {low:.1%} to {high:.1%})"
     return f"{text}; {fleet['rejected']:,} are rejected for good" if fleet["rejected"] else text
+
+
+def _beside(percentile: float, met: float) -> str:
+    """Return a share in percent, with the digits that show whether it reaches `percentile`."""
+    texts = [f"{met:.{digits}%}" for digits in range(1, 7)]
+    short = met < percentile / 100
+    return next((text for text in texts if (float(text[:-1]) < percentile) == short), texts[0])
 
 
 def _add_rejected(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from socket import create_connection
 from typing import Any, Protocol, Self, TypeAlias
@@ -370,7 +371,7 @@ def sweep(
     }
     missing = {task.digest: task for task in plan.tasks if task.digest not in known}
     errors: dict[str, str] = {}
-    notes: dict[str, None] = {}
+    notes: dict[str, Sequence[str]] = {}
     with (
         (progress or silent)("sweeping", len(missing)) as tick,
         closing((executor or Processes()).run(missing.values())) as outcomes,
@@ -383,8 +384,9 @@ def sweep(
                 if journal is not None:
                     journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
-            notes |= dict.fromkeys(outcome.notes)
+            notes[digest] = outcome.notes
             tick(1)
+    told = dict.fromkeys(chain.from_iterable(notes.get(digest, ()) for digest in axes))
     hidden = {HIDDEN, *(() if plan.grid.axes.keys() & set(CLUSTER_AXES) else CLUSTER_COLUMNS)}
     shown = [name for name in columns if name not in hidden]
     rows = []
@@ -399,7 +401,7 @@ def sweep(
     for task, row in zip(plan.tasks, rows, strict=True):
         row["error"] = errors.get(task.digest)
     parts = [known.get(task.digest, columns)[HIDDEN] for task in plan.tasks]
-    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts, [*notes])
+    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts, [*told])
 
 
 def _add_shares(rows: list[Row]) -> None:

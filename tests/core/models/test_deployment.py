@@ -88,6 +88,14 @@ def test_servers_that_fit_divide_the_heads():
     assert [server.partition(" x ")[0] for server in servers] == ["5"] * 4
 
 
+def test_servers_of_the_same_family_come_first():
+    """Of other GPUs those with the same letter come first, those with less memory before."""
+    servers = servers_that_fit(
+        DEEPSEEK, H100, 8, lambda gpu, count: gpu.hbm_bytes * count > 760 * 10**9
+    )
+    assert servers == ["8 x h20", "8 x h200", "8 x rtx-pro-6000"]
+
+
 def test_servers_that_fit_have_at_most_eight_gpus():
     """A server has at most 8 GPUs, unless more were given."""
     for given, servers in (1, []), (16, ["16 x h100"]):

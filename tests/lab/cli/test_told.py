@@ -180,3 +180,14 @@ def test_a_sweep_tells_that_pools_keep_more_than_a_hybrid_model_needs(pool, time
     told = run_here("sweep", grid).stderr
     assert told.count("The pool keeps all tokens in all layers") == times
     assert told.count("gpt-oss-20b needs less") == times
+
+
+def test_a_rate_that_leaves_the_times_of_a_planner_is_told():
+    """A run at another rate under a planner tells that start-ups take as long as before."""
+    words = ("simulate", "zipf:requests=9", "--replicas", 2, "--autoscale", "load:start_up=30")
+    told = (
+        "rate_scale 20 makes requests come 20 times as fast, and leaves the times of autoscale"
+    )
+    assert told in run_here(*words, "--rate-scale", 20).stderr
+    assert "rate_scale" not in run_here(*words).stderr
+    assert "rate_scale" not in run_here(*words[:4], "--rate-scale", 20).stderr

@@ -93,7 +93,7 @@ simulate W --max-seqs -5 | max_seqs=-5: a step has a token for each sequence
 simulate W --tensor-parallel 3 | 8 K/V heads cannot be divided among 3 devices
 simulate W --model phi-4 --tensor-parallel 8 --blocks 99 | give 1, 2, 5, 10, 20 or 40
 simulate W --latency roofline:tensor_parallel=3 | give 1, 2, 4, 8, 16 or 32
-simulate W --model deepseek-v3 --tensor-parallel 8 | It fits on 8 x rtx-pro-6000, 8 x h20
+simulate W --model deepseek-v3 --tensor-parallel 8 | It fits on 8 x h100-nvl, 8 x h20, 8 x h200
 size phi-4 --device h100 --tensor-parallel 4 | give 1, 2, 5, 10, 20 or 40
 run --tensor-parallel 3 | cannot be divided among 3 devices; give 1, 2 or 4
 simulate W --device memory=141GB,flops=989T | there is no bandwidth; give such as memory=141GB
@@ -139,7 +139,7 @@ simulate W --model llama-9 | --model: unknown model 'llama-9'
 simulate W --model none.json | --model: none.json: cannot be read
 simulate W --model . | --model: config.json: cannot be read
 simulate W --device h101 | --device: unknown device 'h101'
-simulate W --device l4 --model llama-3-70b | It fits on 8 x l4, 4 x a40
+simulate W --device l4 --model llama-3-70b | It fits on 8 x l4, 4 x l40s, 4 x a100-40g
 simulate W --config none.toml | none.toml: cannot be read: No such file
 simulate W --out '' | '--out': empty path; name a file
 simulate W --model llama-3-70b --tensor-parallel 1 --device h100 | It fits on 2 x h100
