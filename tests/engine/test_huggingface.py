@@ -81,7 +81,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
     "family", ["llama", "gemma3-mixed", "gpt-oss", "glm4-moe", "nemotron-h"]
 )
 def test_halved_weights_are_those_of_transformers(family, dtype, tmp_path):
-    """What transformers keeps wider as it loads a model stays so, from a folder or an object.
+    """Tensors that transformers keeps wider as it loads a model stay so, from folder or object.
 
     These are rotary frequencies, routers and their biases, norms, and decays of states.
     """

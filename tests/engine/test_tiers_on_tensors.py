@@ -99,7 +99,7 @@ def test_tiers_do_not_change_the_text(plain, swaps, tmp_path):
 @pytest.mark.parametrize("write", ["through", 1])
 @pytest.mark.parametrize("like", ["vllm", "vllm:lag=0"])
 def test_tiers_keep_what_was_computed_under_rules_that_share_plans(like, write, tmp_path):
-    """What a run like vLLM has left on a disk is right, whatever is written there."""
+    """K/V that a run like vLLM has left on a disk is right, whenever it was written."""
     common = {"limit": 12, "shrink": 64, "block_size": 8, "blocks": 400, "dtype": "fp64"}
     disk = f"disk:path={tmp_path / 'kv'},memory=64MiB,load=always,write={write}"
     plain = run("mooncake", **common).outputs

@@ -57,7 +57,7 @@ class Backwards:
 
 
 def test_notes_come_in_the_order_of_the_cells():
-    """What a sweep tells of its cells does not depend on which of them ends first."""
+    """Notes of a sweep on its cells do not depend on which of them ends first."""
     options = {
         "workload": "zipf:requests=9,prefix_tokens=9000",
         "model": ["llama-3-8b", "gpt2"],

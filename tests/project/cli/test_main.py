@@ -508,7 +508,7 @@ def test_a_closed_pipe_exits_141_without_a_message(words):
 
 
 def test_a_closed_pipe_behind_stderr_leaves_the_exit_code():
-    """A message that nobody reads any more does not change how the program ends."""
+    """A message that cannot be read any more does not change how the program ends."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
