@@ -576,6 +576,7 @@ class Fleet:
     async def stop(self) -> None:
         """Close the trace, whatever a follower still does, and all subscriptions."""
         self._write(lambda log: log.close(self.now()))
+        self.log = None  # a signal may ask to rotate it yet
         if isinstance(self._view, FollowedEvents):
             await self._view.stop()
 

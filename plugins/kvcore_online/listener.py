@@ -180,7 +180,6 @@ class Listener:
         # aiohttp would wait as long again for handlers that it has asked to end.
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._shutdown_timeout, self.abort)
-        self._http.pre_shutdown()
         if self._open:
             await asyncio.wait(self._open, timeout=self._shutdown_timeout)
         if self._server is not None:
@@ -201,21 +200,20 @@ class Listener:
                 connection.transport.abort()
 
     def json(self, document: Any, status: int = 200) -> web.Response:
-        """Return `document` as an answer in JSON."""
+        """Return `document` as an answer in JSON; of NO_SERVER with when to ask again."""
+        return self._of_bytes(orjson.dumps(document), status)
+
+    def _of_bytes(self, body: bytes, status: int) -> web.Response:
         answer: web.Response = self._web.Response(
-            body=orjson.dumps(document), status=status, content_type="application/json"
+            body=body, status=status, content_type="application/json"
         )
+        if status == NO_SERVER:
+            answer.headers["Retry-After"] = "1"
         return answer
 
     def refusal(self, status: int, message: str, param: str | None = None) -> web.Response:
         """Return the answer to a refused request; TOO_SLOW and TOO_LARGE end the connection."""
-        answer: web.Response = self._web.Response(
-            body=error_body(status, message, param),
-            status=status,
-            content_type="application/json",
-        )
-        if status == NO_SERVER:
-            answer.headers["Retry-After"] = "1"
+        answer = self._of_bytes(error_body(status, message, param), status)
         if status in (TOO_SLOW, TOO_LARGE):
             answer.force_close()
         return answer

@@ -105,7 +105,7 @@ def test_a_connection_that_comes_as_a_listener_stops_is_closed_at_once(turns, mo
 
 
 def test_new_requests_are_answered_until_those_in_flight_have_ended():
-    """A listener that stops refuses no connection while it waits for an answer."""
+    """A listener that stops answers on new and on idle connections until an answer is out."""
     gate, begun = asyncio.Event(), asyncio.Event()
 
     async def slow(_):
@@ -125,7 +125,20 @@ def test_new_requests_are_answered_until_those_in_flight_have_ended():
         async with aiohttp.ClientSession(listener.url) as client:
             asked = asyncio.create_task(client.get("/slow"))
             await begun.wait()
-            stopping = asyncio.create_task(listener.stop())
+            reader, writer = await asyncio.open_connection(
+                *listener._server.sockets[0].getsockname()
+            )
+            for stops in (False, True):
+                if stops:
+                    stopping = asyncio.create_task(listener.stop())
+                    await asyncio.sleep(0)
+                writer.write(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+                async with asyncio.timeout(10):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                assert b" 503 " in head
+                assert b"Retry-After: 1" in head
+                assert await reader.readexactly(2) == b"{}"
+            writer.close()
             for _ in range(3):
                 async with client.get("/health") as answer:
                     assert answer.status == 503
