@@ -364,7 +364,7 @@ class GroupTiers(TierStack[GroupLevel]):
         self._write_through(seq, blocks, now)
 
     def computed(self, seq: Holder, now: int) -> None:
-        """Write through the blocks of `seq` that were planned, and are computed now."""
+        """Write through the blocks of all groups that a step has computed of `seq`."""
         for blocks in self._planned.pop(seq.id, ()):
             self._write_through(seq, blocks, now)
 
