@@ -16,7 +16,6 @@ from helpers.hugging import (  # noqa: E402
     LENGTHS,
     MIXED,
     SIZES,
-    STATES,
     VOCABULARY,
     longrope_fixed,
     paged_cache,
