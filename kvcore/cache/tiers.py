@@ -277,7 +277,10 @@ class LowerTiers(Protocol):
         """Commit the blocks of a load of these tiers; return the computed tokens of `seq`."""
 
     def computed(self, seq: Holder, now: int) -> None:
-        """Called when a step has computed tokens of `seq`, and when `seq` closes."""
+        """Called when a step has computed tokens of `seq`, and when `seq` closes.
+
+        What it has published is computed by then: a plan closes what an earlier step ran.
+        """
 
     def can_swap(
         self, seq: Holder, tokens: int, now: int, prefill_ns: PrefillTime

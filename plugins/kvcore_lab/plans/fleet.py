@@ -249,7 +249,7 @@ def _served(
     replicas = arguments["replicas"]
     if grant == "foresight":
         for number in range(len(replicas)):
-            own = [request for request in requests if routes[request.id] in (number, -1)]
+            own = [request for request in requests if routes[request.id] == number]
             alone = config.changed(eviction=Foresight(own, keys))
             replicas[number] = ClusterParts(
                 alone, parts.plugins, workload=parts.workload

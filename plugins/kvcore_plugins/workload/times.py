@@ -169,7 +169,8 @@ class Clock:
             are set back, that time is taken which is nearer to the time read before.
         local: a text without a zone that was read; empty: there is none.
         repeated: number of times read that come twice.
-        set_back: the texts without a zone that were about an hour earlier than the one before.
+        set_back: the first text without a zone that was about an hour earlier than the one
+            before; empty if there was none.
     """
 
     def __init__(
@@ -188,8 +189,8 @@ class Clock:
         self.zone: tzinfo | None = None
         self.local = ""
         self.repeated = 0
-        self.set_back: list[str] = []
-        self._steps_back = 0
+        self.set_back = ""
+        self._steps_back = self._hours_back = 0
         self._before: int | None = None
         self.unit = unit
         self.assumed = assumed
@@ -245,7 +246,9 @@ class Clock:
             return _since_1970(parsed)
         self.local, (local, fraction), zone = text, parsed, self.zone or UTC
         time = _since_1970((local.replace(tzinfo=zone), fraction))
-        later = _since_1970((local.replace(tzinfo=zone, fold=1), fraction))
+        later = time
+        if self.zone is not None:  # of the two in an hour that is repeated
+            later = _since_1970((local.replace(tzinfo=zone, fold=1), fraction))
         if time is None or later is None:
             return None
         before = time if self._before is None else self._before
@@ -255,17 +258,18 @@ class Clock:
         elif self.zone is None and before - time >= _BACK:
             self._steps_back += 1
             if _HOUR - _BACK < before - time <= _HOUR:
-                self.set_back.append(text)
+                self.set_back = self.set_back or text
+                self._hours_back += 1
         self._before = time
         return time
 
     @property
     def clock_change(self) -> str:
         """The sign that clocks were set back amid texts without a zone; empty: nothing."""
-        if not self.set_back or len(self.set_back) < self._steps_back:
+        if not self.set_back or self._hours_back < self._steps_back:
             return ""
         return (
-            f"times go back by an hour at {self.set_back[0]!r}, as at a clock "
+            f"times go back by an hour at {self.set_back!r}, as at a clock "
             "change: tz=ZONE, such as tz=Europe/Berlin, tells the two hours apart"
         )
 
